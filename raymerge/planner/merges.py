@@ -1,8 +1,7 @@
 """Recipes and opened sources to plans: each by its kind, and merges that use each other's results together.
 
 Headers of a result follow from its plan, so a plan stands in for its checkpoint when the next merge is
-planned.
-"""
+planned."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -57,8 +57,7 @@ def stages_of(
     depend on their numbers.
 
     Raises:
-        PlanError: recipe and sources fit so little that there is nothing to show.
-    """
+        PlanError: recipe and sources fit so little that there is nothing to show."""
     stages: Sequence[Stage] = ()
     if isinstance(recipe, MoeRecipe):
         stages = (gate_stage(recipe, shape_of(recipe, sources), version=version),)
@@ -88,8 +87,7 @@ def build_plan(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) ->
     Problems are in the plan, so that it can be shown; ``Plan.require`` refuses them.
 
     Raises:
-        PlanError: recipe and sources fit so little that there is no plan to show.
-    """
+        PlanError: recipe and sources fit so little that there is no plan to show."""
     with collector_paused():
         match recipe:
             case MoeRecipe():
@@ -127,30 +125,29 @@ def plan_merges(
 
     Raises:
         PlanError: a merge that others need cannot be planned, or there is no plan to show; with the problems
-            of all merges that could be examined.
-    """
+            of all merges that could be examined."""
     names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
     planner = _Planner(names, root, version, opener, lookup, is_alone=len(recipes) == 1)
     looks = [planner.look(recipe) for recipe in recipes]
-    merges = tuple(merge for merge, _ in looks if merge is not None)
-    if len(merges) < len(looks) or any(problems for _, problems in looks[:-1]):
-        every = in_order(problem for _, problems in looks for problem in problems)
+    merges = tuple(look.merge for look in looks if look.merge is not None)
+    if len(merges) < len(looks) or any(look.problems for look in looks[:-1]):
+        cause = next((look.error for look in looks if look.error is not None), None)
+        every = in_order(problem for look in looks for problem in look.problems)
         if not every:
-            raise RuntimeError("a merge has no plan, and nothing says why")
-        raise PlanError(every)
+            raise RuntimeError("a merge has no plan, and nothing says why") from cause
+        raise PlanError(every) from cause
     return merges
 
 
 def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = USUAL) -> tuple[Problem, ...]:
     """All problems of recipes that cannot be read as a whole, their models included.
 
-    Nothing is fetched before the recipes can be read.
-    """
+    Nothing is fetched before the recipes can be read."""
     lookup = replace(lookup, fetches=False)
     planner = _Planner(draft.names, root, version, None, lookup, is_alone=len(draft.recipes) == 1)
     partial = {id(recipe) for recipe in draft.partial}
     looks = [planner.look(recipe, is_partial=id(recipe) in partial) for recipe in draft.recipes]
-    later = (each for _, problems in looks for each in problems if each.where not in draft.guessed)
+    later = (each for look in looks for each in look.problems if each.where not in draft.guessed)
     return in_order([*draft.problems, *later])
 
 
@@ -176,6 +173,12 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
     )
 
 
+class _Look(NamedTuple):
+    merge: PlannedMerge | None
+    problems: tuple[Problem, ...]
+    error: UserError | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Planner:
     names: tuple[str, ...]
@@ -186,16 +189,17 @@ class _Planner:
     is_alone: bool
     made: dict[str, PlannedMerge] = field(default_factory=dict)
 
-    def look(
-        self, recipe: AnyRecipe, *, is_partial: bool = False
-    ) -> tuple[PlannedMerge | None, tuple[Problem, ...]]:
+    def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
         """Plan a recipe; where that fails, or the recipe is only a part, collect every problem."""
         refused = () if self.is_alone else tuple(_foreign(recipe, self.names))
         opened = open_models(recipe, opener=self._opener_for(recipe), lookup=self.lookup)
+        error: UserError | None = None
         if not (refused or is_partial):
-            with suppress(UserError):
+            try:
                 merge = self._planned(recipe, opened.require())
-                return merge, merge.plan.problems
+                return _Look(merge, merge.plan.problems)
+            except UserError as failure:
+                error = failure
         places = tuple(each.where for each in refused)
         absences = [each for each in opened.problems if not each.where.startswith(places)]
         rest = () if refused or is_partial else self._rest(recipe, opened)
@@ -203,10 +207,10 @@ class _Planner:
         if not isinstance(recipe, ExpertSetRecipe):
             try:
                 own = check_recipe(moe_trunk(recipe) if isinstance(recipe, MoeRecipe) else recipe).problems
-            except UserError as error:
-                own = error.problems
+            except UserError as failure:
+                own = failure.problems
         problems = (*refused, *own, *absences, *rest)
-        return None, in_order(self.placed(recipe, problems))
+        return _Look(None, in_order(self.placed(recipe, problems)), error)
 
     def _rest(self, recipe: AnyRecipe, opened: OpenedModels) -> Iterator[Problem]:
         if not opened.sources:
@@ -287,8 +291,7 @@ class _Planner:
     def _signed(self, merge: PlannedMerge) -> Plan:
         """The plan with the digests of the plans that make its sources.
 
-        The headers of a result do not depend on its numbers, which another plan may change.
-        """
+        The headers of a result do not depend on its numbers, which another plan may change."""
         if not merge.uses:
             return merge.plan
         sources = [dict(each) for each in merge.plan.manifest["sources"]]
@@ -320,8 +323,7 @@ def _tensors(plan: Plan) -> dict[str, StoredTensor]:
 def _twins(plan: Plan, donor: Source) -> Iterator[tuple[str, str]]:
     """Head and embedding where both are written and the config declares them tied.
 
-    Where the plan makes them differ, the config says so. A copied text model keeps the donor's tie.
-    """
+    Where the plan makes them differ, the config says so. A copied text model keeps the donor's tie."""
     tie = plan.manifest["tie"]
     if tie["head"]:
         yield tie["head"], tie["embedding"]

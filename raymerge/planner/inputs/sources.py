@@ -6,8 +6,7 @@ nothing else tells whether dropping it loses weights.
 
 Router rows for given prompts, or which experts of two models match, cannot be known from headers. A stage
 computes them into a small checkpoint whose names, dtypes and shapes are known beforehand, so the merge that
-reads it is planned before any stage runs.
-"""
+reads it is planned before any stage runs."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class GateSpec:
     """Router rows of a mixture of experts to be made.
 
     The result has ``router.{layer}`` float32 ``[experts, hidden]`` for each layer; where shared experts have
-    gates ``shared_gate.{layer}`` float32 ``[shared, hidden]``; and the constants.
-    """
+    gates ``shared_gate.{layer}`` float32 ``[shared, hidden]``; and the constants."""
 
     base: Source
     mode: str
@@ -93,8 +91,7 @@ class AlignSpec:
     """Experts of one model to be permuted into the order of another's.
 
     The result has every expert's matrices and biases, the router's rows and its biases, layer by layer, by
-    their canonical names and in the other model's dtypes.
-    """
+    their canonical names and in the other model's dtypes."""
 
     reference: Source
     other: Source
@@ -240,8 +237,7 @@ def _tokenizer_digests(source: Source) -> dict[str, str]:
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Pauses garbage collection: planning makes millions of small objects and no cycles; it takes a third of
-    the time.
-    """
+    the time."""
     was_running = gc.isenabled()
     gc.disable()
     try:
@@ -273,8 +269,7 @@ def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> C
     """Open a file of tensors, a path or an address with its options.
 
     Raises:
-        CheckpointError: it is broken, or of a kind that is not read; or a revision is given.
-    """
+        CheckpointError: it is broken, or of a kind that is not read; or a revision is given."""
     place = os.path.expanduser(as_path(place))
     path = shown(place)
     is_pickle = path.endswith(PICKLE_ENDINGS)
@@ -365,8 +360,7 @@ def open_reference(
     merged, so that a model with others is refused before it is fetched.
 
     Raises:
-        CheckpointError: it is absent, broken, or of a kind that cannot be read.
-    """
+        CheckpointError: it is absent, broken, or of a kind that cannot be read."""
     if names_file(reference) and not is_remote(reference.path):
         return open_raw(reference.path, str(reference), revision=reference.revision, pickled=pickled)
     if is_merged:
@@ -399,23 +393,23 @@ def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
 class OpenedModels:
     sources: tuple[Source, ...]
     """In recipe order. A model that cannot be opened is replaced by another under its name, so that the rest
-    can be planned to find its problems; empty where there is none to replace it.
-    """
+    can be planned to find its problems; empty where there is none to replace it."""
     problems: tuple[Problem, ...] = ()
     absent: tuple[tuple[FieldPath, ModelReference], ...] = ()
+    cause: UserError | None = None
+    """The first error, whose type tells whether another attempt may pass."""
 
     def require(self) -> tuple[Source, ...]:
         """Raises PlanError with every problem unless all are open."""
         if self.problems or self.absent:
-            raise PlanError(self.problems)
+            raise PlanError(self.problems) from self.cause
         return self.sources
 
 
 def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL) -> OpenedModels:
     """Open every distinct model of a recipe, in recipe order, reporting all failures at once.
 
-    Models of which only the tokenizer is taken come last. ``opener`` None opens in the recipe's own way.
-    """
+    Models of which only the tokenizer is taken come last. ``opener`` None opens in the recipe's own way."""
     with collector_paused():
         opened_sources, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
     problems = [_placed(each, recipe.where(*path)) for path, error in failures for each in error.problems]
@@ -425,6 +419,7 @@ def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Look
         sources=() if raw or not sound else tuple(_complete(opened_sources, sound[0])),
         problems=(*problems, *raw),
         absent=tuple([each for each in references(recipe) if opened_sources.get(each[1], sound) is None]),
+        cause=next((error for _, error in failures), None),
     )
 
 
@@ -533,8 +528,7 @@ def refuse_unread(
     Does nothing for other places, nor where the Hub does not list its files: fetching them reports why.
 
     Raises:
-        CheckpointError: it has no weights that can be read, or others that no rule leaves out.
-    """
+        CheckpointError: it has no weights that can be read, or others that no rule leaves out."""
     store = listed_repository(reference.path, reference.revision, lookup)
     if store is None:
         return
