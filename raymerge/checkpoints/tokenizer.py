@@ -349,9 +349,13 @@ def _read_decoder(
     decoder = config.get("added_tokens_decoder")
     if not isinstance(decoder, Mapping):
         return None
-    numbered = sorted((int(key), key) for key in decoder if key.isdecimal())
-    where = f"{root}/{TOKENIZER_CONFIG}"
-    return _understood(problems, where, lambda: [(n, read_added_token(decoder[key])) for n, key in numbered])
+
+    def read() -> list[tuple[int, AddedToken]]:
+        # A number of thousands of digits is a ValueError too.
+        numbered = sorted((int(key), key) for key in decoder if key.isdecimal())
+        return [(number, read_added_token(decoder[key])) for number, key in numbered]
+
+    return _understood(problems, f"{root}/{TOKENIZER_CONFIG}", read)
 
 
 def _later_tokens(
