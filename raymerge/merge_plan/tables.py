@@ -24,12 +24,6 @@ from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import PlacedOp, Segment
 from raymerge.storage.local.store import LocalStore
 
-
-def read_scales(row: Sequence[Any], encodings: Sequence[Encoding]) -> Scales:
-    encoding, columns, key, offset, nbytes, tensor_key, tensor_offset = row
-    return Scales(encodings[encoding], columns, key, offset, nbytes, tensor_key, tensor_offset)
-
-
 __all__ = ["Plan", "load_plan", "make_tables", "save_plan"]
 
 _T = TypeVar("_T")
@@ -38,6 +32,11 @@ _ARROW_START = b"ARROW1\0\0"
 _MAX_NBYTES = 2 << 30
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a file raises that was changed."""
+
+
+def read_scales(row: Sequence[Any], encodings: Sequence[Encoding]) -> Scales:
+    encoding, columns, key, offset, nbytes, tensor_key, tensor_offset = row
+    return Scales(encodings[encoding], columns, key, offset, nbytes, tensor_key, tensor_offset)
 
 
 def make_tables(

@@ -177,7 +177,7 @@ def _segments(made: Plan, experts: str) -> Iterator[int]:
     mine = np.array([name.startswith(experts) for name in names])[tensors]
     for number, row in enumerate(made["segments"].to_pylist()):
         first = row["first_op"]
-        if mine[first : first + row["num_rows"]].all():
+        if mine[first : first + row["num_ops"]].all():
             yield number
 
 
