@@ -207,33 +207,21 @@ def terminated(trial: Trial) -> Outcome:
     return trial.times, [place]
 
 
-def interrupted(trial: Trial) -> Outcome:
-    """Ctrl-C once: what is in hand is finished and nothing is done again."""
+def interrupted(trial: Trial, *, signals: int = 1) -> Outcome:
+    """Exit code 3. Ctrl-C once: what is in hand is finished and nothing is done again; twice: it is given up
+    at once."""
     place = trial.place()
     for _ in range(trial.times):
         place.pause(0.02)
         with place.submit("--inline", environment=place.disk()) as attempt:
             come_to(place, attempt, place.count() + 5)
-            attempt.process.send_signal(signal.SIGINT)
-            attempt.ends(3)
-    place.finish()
-    if place.redone:
-        raise BrokenPromiseError(f"{place.redone} segments in hand were not finished")
-    return trial.times, [place]
-
-
-def interrupted_twice(trial: Trial) -> Outcome:
-    """Ctrl-C twice: what is in hand is given up at once, with exit code 3."""
-    place = trial.place()
-    for _ in range(trial.times):
-        place.pause(0.02)
-        with place.submit("--inline", environment=place.disk()) as attempt:
-            come_to(place, attempt, place.count() + 5)
-            for _ in range(2):
+            for _ in range(signals):
                 attempt.process.send_signal(signal.SIGINT)
                 time.sleep(0.1)
             attempt.ends(3)
     place.finish()
+    if signals == 1 and place.redone:
+        raise BrokenPromiseError(f"{place.redone} segments in hand were not finished")
     return trial.times, [place]
 
 
@@ -292,7 +280,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("workers that pause (SIGSTOP, SIGCONT)", workers_paused, 3),
     Fault("SIGTERM, 3 seconds to live", terminated, 1, sample=1),
     Fault("Ctrl-C once", interrupted),
-    Fault("Ctrl-C twice", interrupted_twice),
+    Fault("Ctrl-C twice", partial(interrupted, signals=2)),
     Fault("further commands for the same place at once", two_commands, 3, sample=1),
     Fault("random kills of workers, 4 runs", random_kills_of_workers, 52, is_random=True),
     Fault("random kills of drivers, 16 runs", random_kills_of_drivers, 152, is_random=True),

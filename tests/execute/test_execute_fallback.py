@@ -127,31 +127,31 @@ def test_wherever_it_fails_the_processor_gives_the_bytes(
     assert all(each.peak_device == 0 for each in receipts)
 
 
-def test_with_too_little_memory_the_gpu_is_tried_again(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error", "note", "is_tried_again"),
+    [
+        ("upload", _full, "has too little memory: CUDA out of memory. Tried to allocate 4.00 MiB.", True),
+        ("download", _broken, "failed: CUDA error: an illegal memory access was encountered", False),
+    ],
+    ids=["too little memory", "broken"],
+)
+def test_only_for_too_little_memory_the_gpu_is_tried_again(
+    place: str,
+    error: Failure,
+    note: str,
+    is_tried_again: bool,
+    family: Family,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine = _Machine("upload", _full)
+    machine = _Machine(place, error)
     bench = _bench(family, tmp_path, machine, monkeypatch)
     first = bench.runner.run(0)
     machine.error = None
     second = bench.runner.run(1)
-    expected = "the GPU has too little memory: CUDA out of memory. Tried to allocate 4.00 MiB."
-    assert (first.note, second.note) == (expected, "")
-    assert machine.asked == ["cuda", "cpu", "cuda"]
-
-
-def test_a_gpu_that_failed_is_not_tried_again(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = _Machine("download", _broken)
-    bench = _bench(family, tmp_path, machine, monkeypatch)
-    first = bench.runner.run(0)
-    machine.error = None
-    second = bench.runner.run(1)
-    expected = "the GPU failed: CUDA error: an illegal memory access was encountered"
-    assert (first.note, second.note) == (expected, expected)
-    # The second segment has the memory of the first.
-    assert machine.asked == ["cuda", "cpu"]
+    assert (first.note, second.note) == (f"the GPU {note}", "" if is_tried_again else f"the GPU {note}")
+    # The second segment on the processor has the memory of the first.
+    assert machine.asked == ["cuda", "cpu", *(["cuda"] if is_tried_again else [])]
 
 
 def test_memory_for_the_gpu_makes_way_for_memory_for_the_processor(

@@ -376,14 +376,8 @@ class TestIsoC(MethodKit):
     )
 
 
-class TestTsvM(MethodKit):
+class TestTsvM(TestIsoC):
     name = "tsv_m"
-    scales = False
-    cases = (
-        Case(sources=sources_of(1.0, 1.0, 1.0)),
-        Case({"lambda": 0.6}, sources_of(0.5, -0.3)),
-        Case(sources=({},)),
-    )
 
 
 def test_iso_c_by_hand() -> None:

@@ -167,44 +167,33 @@ def test_nothing_tells_how_the_server_is_reached(s3: S3Server, family: Family, t
     }
 
 
-def test_a_source_that_changes_while_it_is_read(s3: S3Server, family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_gone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_source_that_changes_or_vanishes_while_it_is_read(
+    is_gone: bool, s3: S3Server, family: Family, near: Near, tmp_path: Path
+) -> None:
     key = "tune2/model.safetensors"
     data, requests = (family.tunes[1] / "model.safetensors").read_bytes(), count()
 
     def change(method: str, asked: str) -> None:
         if asked == key and method == "GET" and next(requests) == 4:
-            s3.put(key, data[:-2] + bytes(2))
+            if is_gone:
+                s3.client().delete_object(Bucket=s3.bucket, Key=key)
+            else:
+                s3.put(key, data[:-2] + bytes(2))
 
     s3.before = change
+    error = IncompleteError if is_gone else CheckpointError
+    said = "gone since the merge was planned" if is_gone else "was changed while it was merged"
     try:
-        with pytest.raises(CheckpointError, match=r"tune2.*was changed while it was merged"):
+        with pytest.raises(error, match=f"tune2.*{said}"):
             _merged(s3, family, tmp_path / "out")
     finally:
         s3.calm()
         s3.put(key, data)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_source_that_vanishes_and_comes_back(
-    s3: S3Server, family: Family, near: Near, tmp_path: Path
-) -> None:
-    key = "tune2/model.safetensors"
-    data, requests = (family.tunes[1] / "model.safetensors").read_bytes(), count()
-
-    def vanish(method: str, asked: str) -> None:
-        if asked == key and method == "GET" and next(requests) == 4:
-            s3.client().delete_object(Bucket=s3.bucket, Key=key)
-
-    s3.before = vanish
-    try:
-        with pytest.raises(IncompleteError, match=r"tune2.*gone since the merge was planned"):
-            _merged(s3, family, tmp_path / "out")
-    finally:
-        s3.calm()
-        s3.put(key, data)
-    _merged(s3, family, tmp_path / "out")
-    assert _digests(tmp_path / "out") == near.digests
+    if is_gone:
+        _merged(s3, family, tmp_path / "out")
+        assert _digests(tmp_path / "out") == near.digests
 
 
 def test_what_is_wrong_shows_before_anything_is_begun(s3: S3Server, family: Family, tmp_path: Path) -> None:
