@@ -96,10 +96,7 @@ def test_without_a_plan_the_json_is_an_error_event(tmp_path: Path) -> None:
 def test_too_little_memory_is_told_with_the_least_that_works(tmp_path: Path) -> None:
     recipe = write_recipe(make_models(tmp_path), MEAN)
     outcome = run_command("plan", recipe, "--memory", "1MiB", cwd=tmp_path)
-    assert outcome.code == 2
-    assert "--memory" in outcome.text
-    assert "The smallest budget that works is" in outcome.text
-    assert "Plan of recipe.yml" in outcome.text
+    outcome.check_refusal("--memory", "The smallest budget that works is", "Plan of recipe.yml")
 
 
 @pytest.mark.parametrize(
@@ -113,10 +110,8 @@ def test_a_recipe_that_cannot_be_read_is_refused(make: object, said: str, tmp_pa
     assert callable(make)
     make(tmp_path)
     outcome = run_command("plan", "recipe.yml", cwd=tmp_path)
-    assert outcome.code == 2
+    outcome.check_refusal(said)
     assert outcome.text.startswith("recipe.yml")
-    assert said in outcome.text
-    assert "Traceback" not in outcome.text
 
 
 def test_corrected_yaml_keeps_its_lines_in_a_narrow_terminal(tmp_path: Path) -> None:
@@ -501,9 +496,8 @@ def test_the_json_is_that_of_the_library(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("model", ["nowhere/at/all", "a@b@c"])
 def test_a_model_that_is_not_there_is_refused(model: str, tmp_path: Path) -> None:
     outcome = _inspect(tmp_path, model)
-    assert outcome.code == 2
+    outcome.check_refusal()
     assert outcome.text.startswith(model)
-    assert "Traceback" not in outcome.text
 
 
 def test_an_adapter_is_refused(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def _done(segment: int, worker: str = "worker-0", nbytes: int = 1000) -> Segment
     return SegmentDone(segment, worker, nbytes - 100, 100, nbytes, 0.5)
 
 
-def _unit(number: int, worker: str = "worker-0") -> UnitDone:
-    return UnitDone(number, worker, 1000, 200, 1000, 0.5)
+def _unit(number: int) -> UnitDone:
+    return UnitDone(number, "worker-0", 1000, 200, 1000, 0.5)
 
 
 def _fed(*events: Event, clock: Clock | None = None) -> Tally:
@@ -465,14 +465,14 @@ def _because(error: Exception, cause: Exception) -> Exception:
     return error
 
 
-def _shown(problems: list[Problem], width: int = 80, encoding: str = "utf-8") -> str:
+def _shown(problems: list[Problem], width: int = 80) -> str:
     buffer = io.BytesIO()
-    stream = io.TextIOWrapper(buffer, encoding=encoding, errors="replace")
+    stream = io.TextIOWrapper(buffer, encoding="utf-8", errors="replace")
     console = make_console(stream)
     console.width = width
     show_problems(console, problems)
     stream.flush()
-    return buffer.getvalue().decode(encoding)
+    return buffer.getvalue().decode()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from kits.adapter_merges import DOWN, Q0, adapter, with_heads
-from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_json
+from kits.checkpoint_maker import llama_config, read_config, read_tensors, tiny_llama, write_json
 from kits.command_line import Outcome, run_command
 from kits.merges import MEAN, STACK, make_models, write_recipe
 from kits.plan_maker import header_checkpoint, llama, llama_specs
@@ -87,10 +87,7 @@ def test_damage_is_not_sound(copy: Path) -> None:
     weights = copy / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     outcome = _verify(copy)
-    assert outcome.code == 2
-    assert "out is NOT SOUND: 1 problem." in outcome.text
-    assert "model.safetensors" in outcome.text
-    assert "→" in outcome.text
+    outcome.check_refusal("out is NOT SOUND: 1 problem.", "model.safetensors", "→")
     shutil.rmtree(copy / "out")
     outcome = _verify(copy, "--json")
     verdict = json.loads(outcome.text)
@@ -120,8 +117,7 @@ def test_an_audit_of_damage_ends_with_2(copy: Path) -> None:
         content[-place * 2000] ^= 0x80
     weights.write_bytes(content)
     outcome = _audit(copy, "--sample", "1", "--show", "2")
-    assert outcome.code == 2
-    assert "out is NOT SOUND: " in outcome.text
+    outcome.check_refusal("out is NOT SOUND: ")
     assert outcome.text.count("→") == 2
     assert "more are not shown; --show " in outcome.text
     assert _verify(copy).code == 0
@@ -131,8 +127,7 @@ def test_an_audit_says_what_it_could_not_look_at(tmp_path: Path) -> None:
     # Not of a copy: the record says where the sources were.
     (_merged(tmp_path) / "two").rename(tmp_path / "away")
     outcome = _audit(tmp_path)
-    assert outcome.code == 2
-    assert "not audited: 30 tensors (such as lm_head.weight): two is not there" in outcome.text
+    outcome.check_refusal("not audited: 30 tensors (such as lm_head.weight): two is not there")
     assert _audit(tmp_path, "--source", "two=away").code == 0
 
 
@@ -216,9 +211,7 @@ def test_a_record_is_derived_anew(folder: Path) -> None:
     assert outcome.text.startswith("out is what its record says.\nplan ")
     assert "2 sources, 30 tensors" in outcome.text
     outcome = _verify(folder, "--replay", "--source", "one=two/absent")
-    assert outcome.code == 2
-    assert "out IS NOT WHAT ITS RECORD SAYS: 1 problem." in outcome.text
-    assert "two/absent" in outcome.text
+    outcome.check_refusal("out IS NOT WHAT ITS RECORD SAYS: 1 problem.", "two/absent")
     outcome = _verify(folder, "--replay", "--level", "audit")
     assert (outcome.code, "so is --level audit." in outcome.text) == (2, True)
     assert "Give one after the other." in outcome.text
@@ -353,20 +346,15 @@ def test_submit_ends_with_the_table(as_json: bool, tmp_path: Path, monkeypatch: 
         assert outcome.text.index("done: out") < outcome.text.index("gate mode")
 
 
-@pytest.fixture(scope="module")
-def diff_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-def test_equal_checkpoints_exit_with_0(diff_folder: Path) -> None:
-    outcome = run_command("diff", "one", "one", cwd=diff_folder)
+def test_equal_checkpoints_exit_with_0(folder: Path) -> None:
+    outcome = run_command("diff", "one", "one", cwd=folder)
     assert outcome.code == 0
     assert outcome.text.startswith("A = one and B = one are equal, byte by byte.")
     assert "attention     12" in outcome.text
     assert "config.json" not in outcome.text
 
 
-def test_checkpoints_that_differ_exit_with_2_and_a_table(diff_folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_that_differ_exit_with_2_and_a_table(tmp_path: Path) -> None:
     make_models(tmp_path)
     write_json(tmp_path / "two" / "config.json", llama_config() | {"rope_theta": 5.0})
     (tmp_path / "two" / "tokenizer.json").unlink()
@@ -377,8 +365,8 @@ def test_checkpoints_that_differ_exit_with_2_and_a_table(diff_folder: Path, tmp_
         assert said in outcome.text
 
 
-def test_the_comparison_as_json(diff_folder: Path) -> None:
-    outcome = run_command("diff", "one", "two", "--json", cwd=diff_folder)
+def test_the_comparison_as_json(folder: Path) -> None:
+    outcome = run_command("diff", "one", "two", "--json", cwd=folder)
     found = json.loads(outcome.text)
     assert outcome.code == 2
     assert (found["equal"], len(found["tensors"])) == (False, 30)
@@ -386,10 +374,9 @@ def test_the_comparison_as_json(diff_folder: Path) -> None:
     assert found["companions"]["tokenizer.json"] == "equal"
 
 
-def test_threads_are_checked(diff_folder: Path) -> None:
-    outcome = run_command("diff", "one", "two", "--threads", "0", cwd=diff_folder)
-    assert outcome.code == 2
-    assert "0 threads cannot compare anything" in outcome.text
+def test_threads_are_checked(folder: Path) -> None:
+    outcome = run_command("diff", "one", "two", "--threads", "0", cwd=folder)
+    outcome.check_refusal("0 threads cannot compare anything")
 
 
 def _convert(folder: Path, *args: str) -> Outcome:
@@ -416,10 +403,7 @@ def test_the_same_format_is_a_copy(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "model", 0, layers=1)
     assert _convert(tmp_path, "--to", "same", "--inline").code == 0
     assert changed_bytes(tmp_path / "out", tmp_path / "model") == set()
-    config = "config.json"
-    assert json.loads((tmp_path / "out" / config).read_text()) == json.loads(
-        (tmp_path / "model" / config).read_text()
-    )
+    assert read_config(tmp_path / "out") == read_config(tmp_path / "model")
 
 
 def test_a_rehearsal_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:
@@ -456,9 +440,7 @@ def test_the_plan_is_that_of_the_recipe(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_meant_is_refused(to: list[str], said: str, tmp_path: Path) -> None:
     outcome = _convert(tmp_path, *(word for each in to for word in ("--to", each)))
-    assert outcome.code == 2
-    assert said in outcome.text
-    assert "Traceback" not in outcome.text
+    outcome.check_refusal(said)
 
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.F32])
@@ -479,15 +461,7 @@ def test_a_selector_that_speaks_of_no_tensor_is_refused(tmp_path: Path) -> None:
     assert all(problem.what == "this line holds for no tensor of the output." for problem in problems)
 
 
-LINEAR = """\
-merge_method: linear
-models:
-  - model: one
-    parameters: {weight: 0.25}
-  - model: two
-    parameters: {weight: 0.75}
-"""
-EXACT = f"{LINEAR}adapter: {{combine: concatenate}}\n"
+EXACT = f"{MEAN}adapter: {{combine: concatenate}}\n"
 ONE_SHOT = "this recipe merges adapters into one adapter, which is done at once and has no plan."
 
 
@@ -495,11 +469,11 @@ ONE_SHOT = "this recipe merges adapters into one adapter, which is done at once 
 def adapters_folder(tmp_path: Path) -> Path:
     for seed, name in enumerate(("one", "two")):
         adapter(tmp_path / name, seed)
-    write_recipe(tmp_path, LINEAR)
+    write_recipe(tmp_path, MEAN)
     return tmp_path
 
 
-def _submit(folder: Path, *args: str, text: str = LINEAR) -> Outcome:
+def _submit(folder: Path, *args: str, text: str = MEAN) -> Outcome:
     return run_command("submit", write_recipe(folder, text), *args, cwd=folder)
 
 
@@ -510,7 +484,7 @@ def _lines(outcome: Outcome) -> dict[str, str]:
 
 
 def test_the_report_says_what_is_in_it(adapters_folder: Path) -> None:
-    report = _lines(_submit(adapters_folder, "-o", "out", text=f"{LINEAR}adapter: {{rank: 2}}\n"))
+    report = _lines(_submit(adapters_folder, "-o", "out", text=f"{MEAN}adapter: {{rank: 2}}\n"))
     assert report["Adapter"] == "in out"
     assert report["factors"] == "3 modules, rank 2"
     assert report["energy"].startswith("at least 0.")
@@ -530,7 +504,7 @@ def test_what_only_some_adapters_change_is_noted(adapters_folder: Path) -> None:
 def test_tensors_that_are_saved_whole_are_listed(adapters_folder: Path) -> None:
     for root in with_heads(adapters_folder / "heads"):
         root.rename(adapters_folder / ("h" + root.name))
-    text = LINEAR.replace("one", "h0").replace("two", "h1")
+    text = MEAN.replace("one", "h0").replace("two", "h1")
     report = _lines(_submit(adapters_folder, "-o", "out", text=text))
     assert report["saved"] == "whole  1: lm_head.weight"
 
@@ -550,31 +524,28 @@ def test_a_taken_place_stays_as_it_is(args: tuple[str, ...], said: str, adapters
     (adapters_folder / "out").mkdir()
     (adapters_folder / "out" / "mine.txt").write_text("mine")
     outcome = _submit(adapters_folder, "-o", "out", *args)
-    assert outcome.code == 2
-    assert said in outcome.text
+    outcome.check_refusal(said)
     assert [each.name for each in (adapters_folder / "out").iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("text", [LINEAR, EXACT])
+@pytest.mark.parametrize("text", [MEAN, EXACT])
 @pytest.mark.parametrize("args", [("plan",), ("submit", "--dry-run")])
 def test_it_has_no_plan(args: tuple[str, str], text: str, adapters_folder: Path) -> None:
     write_recipe(adapters_folder, text)
     before = sorted(adapters_folder.rglob("*"))
     outcome = run_command(args[0], "recipe.yml", *args[1:], cwd=adapters_folder)
-    assert outcome.code == 2
-    assert ONE_SHOT in outcome.text
-    assert "Use 'raymerge submit' without --dry-run" in outcome.text
+    outcome.check_refusal(ONE_SHOT, "Use 'raymerge submit' without --dry-run")
     assert sorted(adapters_folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (LINEAR.replace("linear", "multislerp"), "multislerp does not merge adapters"),
-        (f"base_model: base\n{LINEAR}", "'base_model' has no meaning in a merge of adapters"),
-        (LINEAR.replace("model: two", "model: base"), "Name it behind the model that it was trained on"),
+        (MEAN.replace("linear", "multislerp"), "multislerp does not merge adapters"),
+        (f"base_model: base\n{MEAN}", "'base_model' has no meaning in a merge of adapters"),
+        (MEAN.replace("model: two", "model: base"), "Name it behind the model that it was trained on"),
         (
-            f"name: mean\n{EXACT}---\n{LINEAR.replace('model: two', 'model: mean')}",
+            f"name: mean\n{EXACT}---\n{MEAN.replace('model: two', 'model: mean')}",
             "merges of adapters are carried out one by one",
         ),
     ],
@@ -582,7 +553,5 @@ def test_it_has_no_plan(args: tuple[str, str], text: str, adapters_folder: Path)
 def test_recipes_that_cannot_be_carried_out(text: str, said: str, adapters_folder: Path) -> None:
     tiny_llama(adapters_folder / "base", 0)
     outcome = _submit(adapters_folder, "-o", "out", "--inline", text=text)
-    assert outcome.code == 2
-    assert said in outcome.text
-    assert "Traceback" not in outcome.text
+    outcome.check_refusal(said)
     assert not (adapters_folder / "out").exists()

@@ -19,6 +19,12 @@ class Outcome:
     text: str
     """Standard output and standard error, in the order of writing."""
 
+    def check_refusal(self, *words: str) -> None:
+        """It ended with exit code 2 and says all of these, in sentences."""
+        assert self.code == 2, self.text
+        assert all(each in self.text for each in words), self.text
+        assert "Traceback" not in self.text
+
 
 def run_command(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Outcome:
     from raymerge.cli.main import main
