@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.recipe_texts import problems, recipe_of
+from kits.recipe_texts import problems
 from pydantic import ValidationError
 
 from raymerge.documents.positions import MAX_TEXT_BYTES
@@ -21,7 +20,6 @@ from raymerge.dtypes import DType
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.load import canonical, draft_recipes, parse_recipe, recipe_from_mapping
-from raymerge.recipes.order import AnyRecipe
 from raymerge.recipes.schema import FLAG_ADVICE, ModelEntry, Recipe
 
 TEXT = """\
@@ -311,7 +309,8 @@ def test_other_unknown_keys_are_refused_beside_anchors(text: str, said: str) -> 
     assert said in str(problem)
 
 
-HEAD = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n"
+MODELS = "models: [{model: a, parameters: {weight: 1}}]\n"
+HEAD = f"merge_method: linear\n{MODELS}"
 
 
 def problem(text: str) -> str:
@@ -390,12 +389,6 @@ def test_half_a_character_is_refused_with_its_place(text: str) -> None:
         parse_recipe(text, "r.yml")
 
 
-schema_recipe = partial(recipe_of, Recipe)
-
-MODELS = "models: [{model: a, parameters: {weight: 1}}]\n"
-SCHEMA_HEAD = f"merge_method: linear\n{MODELS}"
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -412,7 +405,7 @@ def test_adapters_are_merged_whole(body: str) -> None:
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("5GB", 5 * 10**9), ("1.5GiB", 3 * 2**29), ("0", 0)])
 def test_shard_size(text: str, num_bytes: int) -> None:
-    assert schema_recipe(f"{SCHEMA_HEAD}shard_size: {text}\n").shard_size == num_bytes
+    assert recipe(f"{HEAD}shard_size: {text}\n").shard_size == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -459,7 +452,7 @@ def test_shard_size(text: str, num_bytes: int) -> None:
     ],
 )
 def test_one_bad_line(line: str, expected: str) -> None:
-    assert expected in problem(f"{SCHEMA_HEAD}{line}\n")
+    assert expected in problem(f"{HEAD}{line}\n")
 
 
 @pytest.mark.parametrize(
@@ -543,10 +536,6 @@ def refused(data: dict[str, Any]) -> Problem:
     return problem
 
 
-def read(data: dict[str, Any]) -> AnyRecipe:
-    return recipe_from_mapping(data)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [("dtype", "bfloat16"), ("out_dtype", "float32"), ("seed", 42), ("tokenizer_source", "union")],
@@ -555,15 +544,14 @@ def read(data: dict[str, Any]) -> AnyRecipe:
 def test_keys_of_the_recipe_below_the_top(key: str, value: object, where: str) -> None:
     data = copy.deepcopy(LINEAR)
     entry = data["models"][1]
-    place = {"recipe": data.setdefault("parameters", {}), "model": entry["parameters"], "beside": entry}[
-        where
-    ]
+    places = {"recipe": data.setdefault("parameters", {}), "model": entry["parameters"], "beside": entry}
+    place = places[where]
     place[key] = value
     problem = refused(data)
     assert f"'{key}' is a key of the" in problem.what
     assert problem.remedy == "Move it to the top of the recipe."
     data[key] = place.pop(key)
-    assert read(data) == read({**LINEAR, key: value})
+    assert recipe_from_mapping(data) == recipe_from_mapping({**LINEAR, key: value})
 
 
 @pytest.mark.parametrize("source", [None, "base"])
@@ -578,7 +566,7 @@ def test_a_multiple_for_the_vocabulary_at_the_top_or_among_parameters(source: st
         "base_model": "a",
         "tokenizer": {"source": source or "union", "pad_to_multiple_of": 64},
     }
-    recipe = read(followed)
+    recipe = recipe_from_mapping(followed)
     assert isinstance(recipe, Recipe)
     assert recipe.tokenizer is not None
 
@@ -590,7 +578,7 @@ def test_revisions_beside_a_model_or_at_the_top() -> None:
     assert "'model: PATH@REVISION'" in refused({**LINEAR, "revision": "v1"}).remedy
     del data["models"][0]["revision"]
     data["models"][0]["model"] = "a@v1"
-    recipe = read(data)
+    recipe = recipe_from_mapping(data)
     assert isinstance(recipe, Recipe)
     assert recipe.models[0].model == ModelReference("a", "v1")
     experts = [{"source_model": name, "positive_prompts": [name]} for name in "ab"]

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from kits.recipe_texts import nowhere, problems
 
 from raymerge.documents.fields import Fault, FaultError
-from raymerge.documents.positions import (
-    MAX_DOCUMENTS,
-    MAX_NODES,
-    Located,
-    Part,
-    read_document,
-    split_documents,
-)
+from raymerge.documents.positions import MAX_DOCUMENTS, MAX_NODES, Located, read_document, split_documents
 from raymerge.errors import RecipeError
 from raymerge.recipes.entry import RECIPE, ModelReference, parse_reference, plain_reference, read_reference
 from raymerge.recipes.load import draft_recipes, parse_recipe, parse_recipes
@@ -42,12 +35,6 @@ models:
 def read(text: str) -> Located:
     (part,) = split_documents(text, "r.yml", RECIPE)
     return read_document(part, "r.yml", RECIPE)
-
-
-def texts(text: str) -> list[str]:
-    parts: tuple[Part, ...] = split_documents(text, "r.yml", RECIPE)
-    assert "".join(part.text for part in parts) == text
-    return [part.text for part in parts]
 
 
 def refusal(text: str) -> str:
@@ -99,7 +86,8 @@ def test_every_key_and_item_has_its_place(path: tuple[str | int, ...], place: st
     ],
 )
 def test_documents_have_their_own_part_of_the_text_and_empty_ones_none(text: str, parts: list[str]) -> None:
-    assert texts(text) == parts
+    assert [part.text for part in split_documents(text, "r.yml", RECIPE)] == parts
+    assert "".join(parts) == text
 
 
 def test_a_file_has_a_bounded_number_of_documents() -> None:
@@ -164,11 +152,8 @@ def test_a_number_is_a_key_as_it_is_spelled_and_a_text() -> None:
     located = read("0: a\nb: {12: [c], x: d}\n")
     assert located.data == {"0": "a", "b": {"12": ["c"], "x": "d"}}
     assert located.places.at(("b", "12", 0)) == "r.yml:2:10"
-    assert refusal_of_keys("1: a\n'1': b\n") == ["the key '1' was given before, on line 1."]
-
-
-def refusal_of_keys(text: str) -> list[str]:
-    return [fault.what for fault in read(text).faults]
+    (fault,) = read("1: a\n'1': b\n").faults
+    assert fault.what == "the key '1' was given before, on line 1."
 
 
 @pytest.mark.parametrize(
@@ -335,9 +320,7 @@ def test_the_disk_is_asked_only_about_texts_that_could_mean_two_things() -> None
     ],
 )
 def test_what_the_grammar_does_not_allow(text: str, words: str) -> None:
-    with pytest.raises(FaultError) as caught:
-        parse_reference(text)
-    (fault,) = caught.value.faults
+    (fault,) = faults_in(text)
     assert words in fault.what
     assert f"'{text}'" in fault.what
     assert "path: PATH" in fault.remedy
@@ -427,11 +410,10 @@ def parse(text: str) -> tuple[AnyRecipe, ...]:
     return parse_recipes(text, "r.yml", exists=nowhere)
 
 
-def merge(name: str | None, *models: str, base: str | None = None) -> str:
+def merge(name: str | None, *models: str) -> str:
     head = "" if name is None else f"name: {name}\n"
-    tail = "" if base is None else f"base_model: {base}\n"
     listed = ", ".join(f"{{model: {model}}}" for model in models)
-    return f"---\n{head}merge_method: linear\nmodels: [{listed}]\n{tail}"
+    return f"---\n{head}merge_method: linear\nmodels: [{listed}]\n"
 
 
 def names(recipes: tuple[AnyRecipe, ...]) -> list[str | None]:
@@ -450,13 +432,11 @@ def test_several_recipes_in_one_file(tmp_path: Path) -> None:
     assert merge_order((left, right, last), exists=nowhere) == (left, right, last)
 
 
-def test_where_one_recipe_is_expected_several_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "chain.yml"
-    path.write_text(MERGES, encoding="utf-8")
+def test_where_one_recipe_is_expected_several_are_refused() -> None:
     with pytest.raises(RecipeError) as caught:
-        parse_recipe(MERGES, str(path))
+        parse_recipe(MERGES, "chain.yml")
     assert str(caught.value) == (
-        f"{path}:5:1: a second recipe starts here, the file has 3; one is expected. Give the file to "
+        "chain.yml:5:1: a second recipe starts here, the file has 3; one is expected. Give the file to "
         "'raymerge submit', which carries out all of them, or keep one recipe in it."
     )
 

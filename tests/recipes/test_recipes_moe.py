@@ -79,10 +79,8 @@ def test_the_method_of_a_mixture_may_be_called_moe() -> None:
     assert read == recipe(TWO)
     (note,) = read.notes
     assert "'merge_method: moe' has no effect" in note
-    (problem,) = problems("merge_method: moe\nmodels: [{model: a}]\nexperts: {keep: [0]}\nbase_model: a\n")[
-        :1
-    ]
-    assert "unknown key 'merge_method'" in problem
+    told = problems("merge_method: moe\nmodels: [{model: a}]\nexperts: {keep: [0]}\nbase_model: a\n")
+    assert "unknown key 'merge_method'" in told[0]
 
 
 RANDOM = "base_model: a\ngate_mode: random\nexperts: [{source_model: b}, {source_model: c}]\n"

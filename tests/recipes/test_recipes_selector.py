@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from kits.recipe_texts import nowhere, problems, recipe_of
 
 from raymerge.architectures.rules import Role
 from raymerge.documents.fields import Fault, FaultError
-from raymerge.errors import RecipeError
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import canonical, parse_recipe, recipe_from_mapping
@@ -43,9 +43,9 @@ BARE = Subject("", frozenset(), None)
 SUBJECTS = (Q_PROJ, EXPERT, EMBEDDING, BARE)
 
 
-def faults_of_layers(value: object) -> list[Fault]:
+def faults_in(value: object, reader: Callable[[object], object] = read_setting) -> list[Fault]:
     with pytest.raises(FaultError) as caught:
-        read_layers(value)
+        reader(value)
     return list(caught.value.faults)
 
 
@@ -85,9 +85,7 @@ def test_roles_have_one_order(value: object, roles: tuple[str, ...]) -> None:
 
 
 def test_a_role_that_there_is_not() -> None:
-    with pytest.raises(FaultError) as caught:
-        read_roles(["router", "rooter", 7])
-    first, second = caught.value.faults
+    first, second = faults_in(["router", "rooter", 7], read_roles)
     assert (first.path, first.what) == ((1,), "'rooter' is not known here.")
     assert first.remedy.startswith("Did you mean 'router'? Write one of: embedding, head, norm,")
     assert (second.path, second.what) == ((2,), "7 is not known here.")
@@ -119,7 +117,7 @@ def test_layers(value: object, layers: tuple[tuple[int, int], ...]) -> None:
     ],
 )
 def test_layers_that_are_none(value: object, path: tuple[int, ...], what: str, remedy: str) -> None:
-    (fault,) = faults_of_layers(value)
+    (fault,) = faults_in(value, read_layers)
     assert fault.path == path
     assert what in fault.what
     assert fault.remedy.startswith(remedy)
@@ -150,12 +148,6 @@ SELECTORS = st.builds(
 CHOICES = st.builds(Choice, SELECTORS, SCALARS | GRADIENTS)
 CONDITIONALS = st.lists(CHOICES, min_size=1, max_size=4).map(lambda rows: Conditional(tuple(rows)))
 SETTINGS = SCALARS | GRADIENTS | CONDITIONALS
-
-
-def faults_in(value: object) -> list[Fault]:
-    with pytest.raises(FaultError) as caught:
-        read_setting(value)
-    return list(caught.value.faults)
 
 
 @pytest.mark.parametrize(
@@ -265,13 +257,6 @@ def rule(text: str) -> MethodRule:
     return only
 
 
-def rule_problems(text: str) -> list[str]:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(HEAD + text, "r.yml", exists=lambda _: False)
-    assert all(problem.remedy for problem in caught.value.problems)
-    return [str(problem) for problem in caught.value.problems]
-
-
 def test_a_whole_rule() -> None:
     read = rule(
         """{
@@ -311,12 +296,13 @@ def test_one_change_is_enough(text: str) -> None:
     ],
 )
 def test_a_bad_rule(text: str, expected: str) -> None:
-    (told,) = rule_problems(f"{text}\n")
+    (told,) = problems(f"{HEAD}{text}\n")
     assert expected in told
 
 
 def test_all_that_is_wrong_with_all_rules_is_told_at_once() -> None:
-    told = rule_problems("methods:\n- {role: x, merge_method: 1}\n- {layers: b, parameters: {t: c}}\n- {}\n")
+    rules = "methods:\n- {role: x, merge_method: 1}\n- {layers: b, parameters: {t: c}}\n- {}\n"
+    told = problems(HEAD + rules)
     assert [problem.split(" ")[0] for problem in told] == [
         *("r.yml:5:4:", "r.yml:5:13:", "r.yml:6:4:", "r.yml:6:28:", "r.yml:7:3:", "r.yml:7:3:")
     ]
