@@ -33,6 +33,12 @@ def stack(*pieces: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"merge_method": "passthrough", "slices": list(pieces), **more}
 
 
+def twice(one: object, other: object, layers: int) -> dict[str, Any]:
+    """The mean of so many layers of both, two times, so that ops are copies of others."""
+    both = piece((one, other), 0, layers)
+    return {"merge_method": "linear", "slices": [both, both], "parameters": {"weight": 1}}
+
+
 def _address(model: object) -> object:
     place = model if isinstance(model, Path) else getattr(model, "root", model)
     return str(place) if isinstance(place, Path) else place

@@ -26,7 +26,7 @@ from kits.plan_damage import (
     without_row,
 )
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, make_recipe
-from kits.recipe_maker import one
+from kits.recipe_maker import one, twice
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
@@ -83,9 +83,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Views, copies, pieces of a cut tensor, several shards: a plan with a bit of everything."""
     root = tmp_path_factory.mktemp("models")
     a, b = _model(root / "a"), _model(root / "b", fused=False)
-    piece = {"sources": [{"model": m, "layer_range": [0, 2]} for m in (a, b)]}
-    data = {"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}}
-    return good({**data, "dtype": "float32", "shard_size": 600}).plan
+    return good({**twice(a, b, 2), "dtype": "float32", "shard_size": 600}).plan
 
 
 FREE = {
@@ -443,25 +441,19 @@ def _mxfp4(root: Path) -> Path:
     return header_checkpoint(root, specs, {**CONFIG, **sizes, **said})
 
 
-def _twice(a: Path, b: Path) -> Mapping[str, Any]:
-    """All layers of both, two times, so that ops are copies of others."""
-    piece = {"sources": [{"model": model, "layer_range": [0, 2]} for model in (a, b)]}
-    return {"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}}
-
-
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Pieces of cut tensors, copies, two encodings, several shards."""
     root = tmp_path_factory.mktemp("fp8")
     a, b = _fp8(root / "a", DType.F32), _fp8(root / "b", DType.U8)
-    return good({**_twice(a, b), "shard_size": 1_200_000}).plan
+    return good({**twice(a, b, 2), "shard_size": 1_200_000}).plan
 
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Views and parts within blocks, copies."""
     root = tmp_path_factory.mktemp("mxfp4")
-    asked = _twice(_mxfp4(root / "a"), _mxfp4(root / "b"))
+    asked = twice(_mxfp4(root / "a"), _mxfp4(root / "b"), 2)
     return good({**asked, "merge_method": "multislerp"}).plan
 
 

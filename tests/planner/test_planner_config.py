@@ -39,10 +39,7 @@ def test_what_no_config_can_say_names_both_models_and_the_field(tmp_path: Path) 
 
 def _fp8(root: Path, said: dict[str, Any]) -> Path:
     """A Llama of two layers, in the second of which one matrix is block FP8."""
-    config = llama_config(layers=2)
-    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
-        name: (DType.BF16, shape) for name, shape in llama_shapes(config).items()
-    }
+    config, specs = llama_config(layers=2), dict(llama_specs(2))
     name = "model.layers.1.self_attn.q_proj.weight"
     specs |= {name: (DType.F8_E4M3, specs[name][1]), f"{name}_scale_inv": (DType.F32, (1, 1))}
     table = {"quant_method": "fp8", "weight_block_size": [128, 128], **said}
@@ -73,10 +70,7 @@ def test_patterns_of_layers_are_refused_where_no_other_table_can_be_written(tmp_
 
 def _predicting(root: Path, predicts: int, *, declared: int | None = None, apart: bool = False) -> Path:
     """A Llama of two layers, and layers that predict further tokens."""
-    config = llama_config(layers=2)
-    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
-        name: (DType.BF16, shape) for name, shape in llama_shapes(config).items()
-    }
+    config, specs = llama_config(layers=2), dict(llama_specs(2))
     for number in range(predicts):
         block = f"mtp.layers.{number}" if apart else f"model.layers.{2 + number}"
         specs[f"{block}.enorm.weight"] = (DType.BF16, (32,))
@@ -126,12 +120,9 @@ def test_a_module_taken_whole_from_another_model_brings_what_its_config_says(tmp
     assert made.config["text_config"] == {**TEXT, "layer_types": ["y", "y"]}
 
 
-def test_a_silent_donor_gets_a_dtype_at_the_top() -> None:
-    donor = {"text_config": {"hidden_size": 8}}
-    assert output_config(donor, dtype=DType.F16) == {"text_config": {"hidden_size": 8}, "dtype": "float16"}
-
-
 def test_every_place_that_has_a_dtype_gets_the_new_one_but_not_the_vision_side() -> None:
+    silent = {"text_config": {"hidden_size": 8}}
+    assert output_config(silent, dtype=DType.F16) == {**silent, "dtype": "float16"}
     donor = {
         "torch_dtype": "float32",
         "text_config": {"dtype": "float32"},
@@ -698,14 +689,12 @@ def test_prediction_layers_against_their_number(declared: int, tmp_path: Path) -
     shapes, config = dense(num_nextn_predict_layers=1)
     shapes |= {"model.layers.4.enorm.weight": (32,), "model.layers.4.eh_proj.weight": (32, 64)}
     assert said(tmp_path / "good", shapes, config) == []
+    # Those that were left out by who published are no damage.
+    assert said(tmp_path / "left out", *dense(num_nextn_predict_layers=1)) == []
     problem = only(said(tmp_path / "bad", shapes, {**config, "num_nextn_predict_layers": declared}))
     assert (
         f"num_nextn_predict_layers is {declared}, but 1 multi-token-prediction layers are stored" in problem
     )
-
-
-def test_prediction_layers_that_were_left_out_by_who_published_are_no_damage(tmp_path: Path) -> None:
-    assert said(tmp_path, *dense(num_nextn_predict_layers=1)) == []
 
 
 @pytest.mark.slow

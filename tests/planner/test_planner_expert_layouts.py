@@ -235,6 +235,7 @@ def test_files_of_all_forms(base: Path, tmp_path: Path) -> None:
         assert _scores(base, str(tmp_path / name)) == values
 
 
+_ROW = "[1, 2, 3, 4]"
 REFUSED = {
     "no-json": ("{", "is not JSON"),
     "list": ("[1, 2]", "is no map of layers"),
@@ -242,11 +243,6 @@ REFUSED = {
     "short": ('{"0": [1, 2, 3, 4], "1": [1, 2]}', "has 4 experts, and 2 scores"),
     "nan": ('{"0": [1, 2, 3, NaN], "1": [1, 2, 3, 4]}', "holds NaN, which is not JSON"),
     "text": ('{"0": ["a", 2, 3, 4], "1": [1, 2, 3, 4]}', "there are no scores for layer 0"),
-}
-
-
-_ROW = "[1, 2, 3, 4]"
-REFUSED |= {
     "huge": (f'{{"0": [1, 2, 3, {"9" * 400}], "1": {_ROW}}}', "or a number beyond 1e+300"),
     "beyond": (
         f'{{"0": {_ROW}, "1": {_ROW}, "7": {_ROW}, "x": [1]}}',

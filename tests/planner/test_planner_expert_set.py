@@ -61,9 +61,9 @@ def _config(**more: Any) -> dict[str, Any]:
     } | more
 
 
-def _specs(experts: int = 4, *, width: int = WIDTH, dtype: DType = DType.BF16, layers: int = 2) -> Specs:
-    found = {name: spec for name, spec in llama_specs(layers).items() if ".mlp." not in name}
-    for layer in range(layers):
+def _specs(experts: int = 4, *, width: int = WIDTH, dtype: DType = DType.BF16) -> Specs:
+    found = {name: spec for name, spec in llama_specs(2).items() if ".mlp." not in name}
+    for layer in range(2):
         block = BLOCK.format(layer)
         found[f"{block}.gate.weight"] = (DType.BF16, (experts, HIDDEN))
         for expert in range(experts):
@@ -99,11 +99,8 @@ def test_every_tensor_has_its_rule(tmp_path: Path) -> None:
     root = _mixtral(tmp_path / "m")
     made = good({"base_model": root, "experts": {"keep": [2, 0]}})
     block = BLOCK.format(1)
-    assert made.fate(0, f"{block}.experts.2.w1.weight") == (
-        "copied",
-        "one_source",
-        f"{block}.experts.0.w1.weight",
-    )
+    kept = made.fate(0, f"{block}.experts.2.w1.weight")
+    assert kept == ("copied", "one_source", f"{block}.experts.0.w1.weight")
     assert made.fate(0, f"{block}.experts.1.w1.weight") == ("dropped", "expert_not_kept", "")
     assert made.fate(0, "lm_head.weight") == ("copied", "one_source", "lm_head.weight")
     assert made.reads(f"{block}.experts.1.w2.weight") == [(0, f"{block}.experts.0.w2.weight")]
@@ -613,15 +610,8 @@ def test_blocks_beside_the_text_are_left_alone(tmp_path: Path) -> None:
     ]
 
 
-def _tensor(name: str, shape: tuple[int, ...], offset: int = 1000) -> StoredTensor:
-    size = 2
-    for side in shape:
-        size *= side
-    return StoredTensor(name, DType.BF16, shape, "file", offset, size)
-
-
 def test_experts_that_come_into_other_groups() -> None:
-    kind = Numbered("a.", ".b", {0: _tensor("a.0.b", (3, 5))})
+    kind = Numbered("a.", ".b", {0: StoredTensor("a.0.b", DType.BF16, (3, 5), "file", 1000, 30)})
     block = ExpertBlock("p", "p", 5, 5, False, 8, (), (kind,), (), ())
 
     def moved(*ids: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections import Counter
@@ -41,8 +42,8 @@ from raymerge.merge_plan.memory import (
     tiling,
 )
 from raymerge.merge_plan.plan import Plan
-from raymerge.methods import BLOCK, ROW_GROUP, Access, BaseUse, find_method, methods
-from raymerge.planner.explain import Explanation, config_changes, explain, tensor_lines
+from raymerge.methods import BLOCK, ROW_GROUP, Access, BaseUse, methods
+from raymerge.planner.explain import config_changes, explain, tensor_lines
 from raymerge.planner.inputs.sources import Source, open_models
 from raymerge.planner.merges import build_plan
 from raymerge.planner.simulation import (
@@ -60,24 +61,18 @@ from raymerge.storage.local.buffers import ALIGNMENT
 BUDGET = 1 << 30
 
 
-def _planned(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, tuple[Source, ...]]:
-    monkeypatch.chdir(folder)
-    recipe = parse_recipe(text)
-    assert isinstance(recipe, Recipe)
-    sources = open_models(recipe).require()
-    return build_plan(recipe, sources, version="test"), sources
-
-
-def _explained(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Explanation:
-    plan, sources = _planned(folder, text, monkeypatch)
-    return explain(plan, sources, project(plan, BUDGET))
+def _planned(folder: Path, text: str) -> tuple[Plan, tuple[Source, ...]]:
+    with contextlib.chdir(folder):
+        recipe = parse_recipe(text)
+        assert isinstance(recipe, Recipe)
+        sources = open_models(recipe).require()
+        return build_plan(recipe, sources, version="test"), sources
 
 
 @pytest.mark.parametrize("text", [MEAN, STACK])
-def test_every_source_tensor_and_byte_is_accounted_for(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = _explained(make_models(tmp_path), text, monkeypatch)
+def test_every_source_tensor_and_byte_is_accounted_for(text: str, tmp_path: Path) -> None:
+    plan, sources = _planned(make_models(tmp_path), text)
+    found = explain(plan, sources, project(plan, BUDGET))
     tensors: Counter[int] = Counter()
     nbytes: Counter[int] = Counter()
     for line in found.dispositions:
@@ -87,14 +82,12 @@ def test_every_source_tensor_and_byte_is_accounted_for(
     assert [nbytes[index] for index in range(2)] == [source.nbytes for source in found.sources]
 
 
-def test_problems_of_the_plan_and_of_the_options_come_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_of_the_plan_and_of_the_options_come_together(tmp_path: Path) -> None:
     folder = make_models(tmp_path)
     tensors = read_tensors(folder / "two")
     tensors["model.norm.weight"] = torch.ones(33, dtype=torch.bfloat16)
     write_checkpoint(folder / "two", tensors, llama_config())
-    plan, sources = _planned(folder, MEAN, monkeypatch)
+    plan, sources = _planned(folder, MEAN)
     extra = Problem("--memory", "it is too little.", "Give more.")
     found = explain(plan, sources, project(plan, BUDGET), problems=[extra])
     assert found.problems == (*plan.problems, extra)
@@ -127,15 +120,13 @@ def test_the_config_changes_lead_from_one_config_to_the_other(
     assert changed == after
 
 
-def test_tensors_are_copied_or_converted_as_the_recipe_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_are_copied_or_converted_as_the_recipe_says(tmp_path: Path) -> None:
     folder = make_models(tmp_path)
-    copied, _ = _planned(folder, STACK, monkeypatch)
+    copied, _ = _planned(folder, STACK)
     assert {(line.disposition, line.expressions) for line in tensor_lines(copied)} == {
         ("copied", ("read copy",))
     }
-    converted, _ = _planned(folder, f"{STACK}dtype: float16\n", monkeypatch)
+    converted, _ = _planned(folder, f"{STACK}dtype: float16\n")
     assert {line.disposition for line in tensor_lines(converted)} == {"converted"}
 
 
@@ -213,10 +204,8 @@ def test_codes_take_time_beyond_the_method(tmp_path: Path) -> None:
     assert plain.thread_seconds.sum() == 0
 
 
-def _equal(
-    count: int, *, read: float = 400 * MB, write: float = 100 * MB, compute: float = 0.0
-) -> SegmentLoads:
-    return SegmentLoads(*(np.full(count, each) for each in (read, write, compute)))
+def _equal(count: int, compute: float = 0.0) -> SegmentLoads:
+    return SegmentLoads(*(np.full(count, each) for each in (400 * MB, 100 * MB, compute)))
 
 
 def _cluster(**given: Any) -> Cluster:
@@ -225,7 +214,7 @@ def _cluster(**given: Any) -> Cluster:
 
 def test_one_lane_takes_the_sum_of_reading_computing_and_writing() -> None:
     cluster = _cluster(storage=None, read=1e9, write=5e8, lanes=1, overhead=0.25)
-    seconds, busy = run_seconds(_equal(8, compute=0.5), cluster)
+    seconds, busy = run_seconds(_equal(8, 0.5), cluster)
     assert seconds == pytest.approx(8 * (0.4 + 0.5 + 0.2 + 0.25))
     assert {name: round(value, 9) for name, value in busy.items() if value} == {
         "reading": 3.2,
@@ -239,8 +228,8 @@ def test_one_lane_takes_the_sum_of_reading_computing_and_writing() -> None:
     [
         ({"storage": 1e9, "workers": 50}, _equal(1000), 500.0, "the storage"),
         ({"workers": 50, "per_worker": 1e8}, _equal(1000), 100.0, "the workers' links"),
-        ({"workers": 50, "threads": 2}, _equal(1000, compute=1.0), 10.0, "computing"),
-        ({"workers": 50, "threads": 2, "cores": 1}, _equal(1000, compute=1.0), 20.0, "computing"),
+        ({"workers": 50, "threads": 2}, _equal(1000, 1.0), 10.0, "computing"),
+        ({"workers": 50, "threads": 2, "cores": 1}, _equal(1000, 1.0), 20.0, "computing"),
         (
             {"workers": 50, "cores": 2, "per_core": 1e8, "threads": 2},
             _equal(1000),
@@ -342,16 +331,15 @@ passes = st.sampled_from([0, 2])
 
 def _expression(name: str) -> Expression:
     """A method with three sources and everything thinned."""
-    method = find_method(name)
-    assert method is not None
+    method = methods()[name]
     sources = min(3, method.max_sources or 3)
     has_base = method.base is BaseUse.REQUIRED
     numbers = {"weight": 1.0, "density": 0.5, "t": 0.5}
     return expression(method, sources=sources, has_base=has_base, cast=DType.BF16, **numbers)
 
 
-def _need(name: str, num_elements: int, *, inputs: int = 4, columns: int = 1, is_flat: bool = True) -> Need:
-    reads = [InputNeed(DType.BF16, 2 * num_elements)] * inputs
+def _need(name: str, num_elements: int, *, columns: int = 1, is_flat: bool = True) -> Need:
+    reads = [InputNeed(DType.BF16, 2 * num_elements)] * 4
     return op_need(_expression(name), reads, OpSize(num_elements, 1, columns, 2, is_flat))
 
 
@@ -393,8 +381,7 @@ def test_more_memory_never_gives_more_tiles(
 
 @pytest.mark.parametrize("name", list(methods()))
 def test_tiles_are_cut_as_the_method_can_be(name: str) -> None:
-    made, method = _expression(name), find_method(name)
-    assert method is not None
+    made, method = _expression(name), methods()[name]
     shape = (BLOCK // 10, 100)
     access = method.access_with(made.bind(keys=(), shape=shape))
     need = _need(name, BLOCK // 10 * 100, columns=100)
@@ -419,10 +406,8 @@ def test_access_that_hangs_on_the_settings_sets_the_unit() -> None:
 def test_pieces_are_blocks_or_whole_groups_of_rows(name: str) -> None:
     """However large a tile is, what computing takes does not grow with it."""
     need = _need(name, 1 << 24, columns=1 << 9)
-    method = find_method(name)
-    assert method is not None
-    is_matrix = method.access_with(_expression(name).bind(keys=(), shape=(1 << 15, 1 << 9))) is Access.MATRIX
-    assert need.piece == (1 << 24 if is_matrix else BLOCK)
+    access = methods()[name].access_with(_expression(name).bind(keys=(), shape=(1 << 15, 1 << 9)))
+    assert need.piece == (1 << 24 if access is Access.MATRIX else BLOCK)
     assert need.piece_of(1 << 24) == need.piece
     assert need.piece_of(100) == 100
     assert _need(name, 1 << 24, is_flat=False).piece == 0

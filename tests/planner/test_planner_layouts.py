@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
+from kits.checkpoint_maker import llama_config, write_checkpoint
 from kits.marks import one_in, slow_but
+from kits.merges import merge_here
 from kits.permuted_experts import (
     FUSED,
     GPT_OSS,
@@ -25,19 +26,9 @@ from kits.permuted_experts import (
     store,
     stored,
 )
-from kits.plan_maker import (
-    Planned,
-    Specs,
-    good,
-    header_checkpoint,
-    llama_specs,
-    logical_values,
-    planned,
-    refusals,
-)
+from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, logical_values, planned, refusals
 from kits.recipe_maker import linear, one, piece, slerp, stack
 
-import raymerge
 from raymerge.dtypes import DType
 
 E, F, D = 3, NEURONS, WIDTH
@@ -127,11 +118,9 @@ def test_one_source_in_the_lead_s_layout_is_converted_not_copied(tmp_path: Path)
 
 def _merged(root: Path, data: Mapping[str, Any]) -> Tensors:
     """What a merge writes, each expert's matrix by its canonical name; for ``mixtral`` and ``out_in``."""
-    raymerge.submit(json.loads(json.dumps(data, default=str)), root, raymerge.RunOptions(inline=True))
-    found = read_tensors(root)
     words = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
     logical: Tensors = {}
-    for name, value in found.items():
+    for name, value in merge_here(data, root).items():
         head, _, kind = name.partition(".experts.")
         if kind == "gate_up_proj":
             gate_up = [each.chunk(2) for each in value]
@@ -144,10 +133,6 @@ def _merged(root: Path, data: Mapping[str, Any]) -> Tensors:
                 name = name.replace(word, plain)
             logical[name] = value
     return logical
-
-
-def _sum(a: Tensors, b: Tensors, weight: Callable[[str], float]) -> Tensors:
-    return {name: a[name] + weight(name) * b[name] for name in a}
 
 
 def _times(number: float, pattern: str, rest: float = 1.0) -> Callable[[str], float]:
@@ -200,7 +185,7 @@ def _check_weights(
     roots = [_model(tmp_path / str(seed), values, layout) for seed, values in enumerate((a, b))]
     entries = [{"model": roots[0]}, {"model": roots[1], "parameters": {"weight": choices}}]
     data = {"merge_method": "linear", "models": entries, "parameters": {"weight": 1, "normalize": False}}
-    found, wanted = _merged(tmp_path / "out", data), _sum(a, b, weight)
+    found, wanted = _merged(tmp_path / "out", data), {name: a[name] + weight(name) * b[name] for name in a}
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.allclose(found[name], value, atol=1e-6), name
@@ -432,10 +417,6 @@ def _fp8(root: Path) -> Path:
     return _codes(root, extra, quantization_config=FP8)
 
 
-def _accounts_for_everything(made: Planned) -> bool:
-    return made.fates() == {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
-
-
 def _codebook(root: Path) -> Path:
     """GPTQ, whose codes raymerge does not read, behind a plain name."""
     extra: Specs = {WEIGHT: (DType.I32, (64, 4)), f"{WEIGHT}.qzeros": (DType.I32, (1, 4))}
@@ -450,7 +431,7 @@ def test_combining_codes_that_are_not_read_is_refused_and_still_accounts_for_eve
     assert len(problems) == 2
     assert all("2 tensors are quantised as gptq, which raymerge" in each for each in problems)
     assert all(f"{WEIGHT} I32[64, 4]; {WEIGHT}.qzeros I32[1, 4]" in problem for problem in problems)
-    assert _accounts_for_everything(made)
+    assert made.fates() == {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
 
 
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])

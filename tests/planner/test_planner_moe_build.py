@@ -28,7 +28,7 @@ from kits.permuted_experts import (
     store,
     stored,
 )
-from kits.plan_maker import Planned, header_checkpoint, llama, make_recipe, planned_merge
+from kits.plan_maker import Planned, header_checkpoint, llama, llama_specs, make_recipe, planned_merge
 from kits.recipe_maker import one
 
 from raymerge.dtypes import DType
@@ -153,11 +153,7 @@ def test_a_shared_expert_may_be_a_model_that_is_nothing_else(tmp_path: Path) -> 
 
 def test_models_that_fit_no_family_are_refused_family_by_family(tmp_path: Path) -> None:
     data = _mixture(tmp_path)
-    wide = header_checkpoint(
-        tmp_path / "wide",
-        {name: (DType.BF16, shape) for name, shape in llama_shapes(llama_config(hidden=64)).items()},
-        llama_config(hidden=64),
-    )
+    wide = header_checkpoint(tmp_path / "wide", llama_specs(hidden=64), llama_config(hidden=64))
     data["experts"][1]["source_model"] = wide
     (told,) = _refusals(tmp_path, data)
     assert "no family" in told
@@ -281,8 +277,7 @@ LEAST = 80 << 20
 def _parent(root: Path) -> Path:
     """Headers alone of a Llama of one layer, in float32."""
     config = {**llama_config(hidden=HIDDEN, layers=1), "torch_dtype": "float32"}
-    specs = {name: (DType.F32, shape) for name, shape in llama_shapes(config).items()}
-    return header_checkpoint(root, specs, config)
+    return header_checkpoint(root, llama_specs(1, dtype=DType.F32, hidden=HIDDEN), config)
 
 
 def _wide_mixture(root: Path, **more: Any) -> dict[str, Any]:
@@ -298,21 +293,15 @@ def _shared(root: Path, *settings: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _covers(made: Planned, name: str) -> list[tuple[int, int]]:
-    """First and last stored byte that each row of an output reads of its first input."""
-    first = [made.inputs(row)[0] for row in made.rows(name)]
-    return [(each["offset"], each["offset"] + each["nbytes"]) for each in first]
-
-
 @pytest.mark.parametrize("layout", ["hub", "fused"])
 def test_pieces_of_a_down_projection_are_read_a_few_rows_at_a_time(tmp_path: Path, layout: str) -> None:
-    made = planned_merge(tmp_path, _wide_mixture(tmp_path, granularity=4, layout=layout))
-    made.plan.require()
+    made = _good(tmp_path, _wide_mixture(tmp_path, granularity=4, layout=layout))
     assert project(made.plan, 1).least_budget <= LEAST
     is_fused = layout == "fused"
     block = "model.layers.0.mlp" if is_fused else "model.layers.0.block_sparse_moe"
     name = f"{block}.experts.down_proj" if is_fused else f"{block}.experts.3.w2.weight"
-    read = _covers(made, name)
+    first = [made.inputs(row)[0] for row in made.rows(name)]
+    read = [(each["offset"], each["offset"] + each["nbytes"]) for each in first]
     assert all(stop - start <= RUN_NBYTES for start, stop in read)
     assert len(read) == MATRIX_NBYTES // RUN_NBYTES * (8 if is_fused else 1)
     assert all(before[1] == after[0] for before, after in pairwise(read[:2]))
@@ -321,8 +310,7 @@ def test_pieces_of_a_down_projection_are_read_a_few_rows_at_a_time(tmp_path: Pat
 
 
 def test_down_projections_of_several_shared_experts_are_made_in_runs(tmp_path: Path) -> None:
-    made = planned_merge(tmp_path, _shared(tmp_path, {"residual_scale": 0.5}, {"residual_scale": 0.5}))
-    made.plan.require()
+    made = _good(tmp_path, _shared(tmp_path, {"residual_scale": 0.5}, {"residual_scale": 0.5}))
     assert project(made.plan, 1).least_budget <= LEAST
     name = "model.layers.0.mlp.shared_experts.down_proj.weight"
     rows = made.rows(name)
@@ -399,8 +387,7 @@ def test_a_rule_about_what_experts_replace_is_refused(tmp_path: Path, selector: 
 
 
 def test_a_rule_about_a_whole_layer_is_used_for_the_rest_of_it(tmp_path: Path) -> None:
-    made = planned_merge(tmp_path, _mixture(tmp_path, trunk=_rule(tmp_path, layers=[0])))
-    made.plan.require()
+    made = _good(tmp_path, _mixture(tmp_path, trunk=_rule(tmp_path, layers=[0])))
     assert made.method("model.layers.0.self_attn.q_proj.weight") == "copy"
     assert made.method("model.layers.1.self_attn.q_proj.weight") == "linear"
 
@@ -435,8 +422,7 @@ def test_a_rule_may_leave_the_vocabulary_to_one_model(tmp_path: Path) -> None:
     ]
     data = _mixture(tmp_path, trunk={**LINEAR, "methods": rules})
     data["experts"][1]["source_model"] = _with_rows(tmp_path / "longer", 70)
-    made = planned_merge(tmp_path, data)
-    made.plan.require()
+    made = _good(tmp_path, data)
     assert made.reads("model.embed_tokens.weight") == [(1, "model.embed_tokens.weight")]
 
 
@@ -477,23 +463,21 @@ def _stages(data: Mapping[str, Any], *, version: str = "0") -> list[Stage]:
     return align_stages(recipe, open_models(recipe).require(), version=version)
 
 
-def _write(root: Path, tensors: Mapping[str, torch.Tensor], family: Family) -> Path:
-    return write_checkpoint(root, tensors, family.config)
-
-
 def _of(*roots: object, **more: Any) -> dict[str, Any]:
     return {**ALIGNED, "models": [_entry(root) for root in roots], **more}
 
 
 def _planned(data: Mapping[str, Any], steps: Path) -> Planned:
-    """The plan of a recipe that reads its stages' results, which are not made."""
+    """The plan of a recipe that reads its stages' results, which are not made: without a problem."""
     recipe = make_recipe(data)
     sources = list(open_models(recipe).require())
     for stage in align_stages(recipe, sources, version="0"):
         assert isinstance(stage.spec, AlignSpec)
         index = stage.spec.other.index
         sources[index] = replace(sources[index], prepared=(prepared_of(stage, steps),))
-    return Planned(build_plan(recipe, sources, version="0"), tuple(sources))
+    made = Planned(build_plan(recipe, sources, version="0").require(), tuple(sources))
+    _assert_all_told(made)
+    return made
 
 
 def _refusal(data: Mapping[str, Any]) -> list[str]:
@@ -571,7 +555,6 @@ class TestPlans:
     ) -> None:
         one, two = _two(tmp_path, family)
         made = _planned(_of(one, two), tmp_path / "steps")
-        made.plan.require()
         assert len(holdings(made.sources)) == 3
         prepared = made.sources[1].prepared[0]
         read = {name for tensor in made.names() for store, name in made.reads(tensor) if store == 2}
@@ -580,7 +563,6 @@ class TestPlans:
             stores = {store for store, _ in made.reads(tensor)}
             moves = any(word in tensor for word in ("experts", "router", "gate.", ".shared_expert."))
             assert stores == ({0, 2} if moves and ".layers.0.mlp.gate_proj" not in tensor else {0, 1}), tensor
-        _assert_all_told(made)
         assert {made.fate(1, name)[:2] for name in made.sources[1].checkpoint.tensors} == {
             ("merged", "method")
         }
@@ -595,18 +577,15 @@ class TestPlans:
         source = _entry(two)["model"]
         rule = {"role": "expert", "merge_method": "passthrough", "sources": [source]}
         made = _planned(_of(one, two, methods=[rule]), tmp_path / "steps")
-        made.plan.require()
         name = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
         assert made.method(name) == "copy"
         assert made.reads(name) == [(2, "model.layers.0.mlp.experts.3.gate_proj.weight")]
-        _assert_all_told(made)
 
     def test_a_fused_tensor_is_not_copied_past_the_result(self, tmp_path: Path) -> None:
         one, two = _two(tmp_path, FUSED)
         source = _entry(two)["model"]
         rule = {"role": "expert", "merge_method": "passthrough", "sources": [source]}
         made = _planned(_of(one, two, methods=[rule]), tmp_path / "steps")
-        made.plan.require()
         reads = made.reads("model.layers.0.mlp.experts.gate_up_proj")
         assert {store for store, _ in reads} == {2}
         assert len(reads) == 2 * FUSED.experts
@@ -695,7 +674,7 @@ class TestRefusals:
         name = "model.layers.0.mlp.experts.3.up_proj.weight"
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
-        two = _write(tmp_path / "two", tensors, QWEN)
+        two = write_checkpoint(tmp_path / "two", tensors, QWEN.config)
         (said,) = [text for text in _refusal(_of(one, two)) if "fp8_block" in text]
         assert f"{name}" in said
         assert "only plain numbers are aligned" in said
@@ -707,17 +686,17 @@ class TestRefusals:
             "model.layers.0.mlp.experts.temperature": torch.ones(6),
             "model.layers.1.mlp.gate.table": torch.ones(3, 5),
         }
-        one = _write(tmp_path / "one", {**model, **odd}, QWEN)
-        two = _write(tmp_path / "two", model, QWEN)
+        one = write_checkpoint(tmp_path / "one", {**model, **odd}, QWEN.config)
+        two = write_checkpoint(tmp_path / "two", model, QWEN.config)
         (said,) = _refusal(_of(one, two))
         assert "it is not known how 2 tensors would move" in said
         assert "experts.temperature" in said
 
     def test_an_expert_that_lacks_a_matrix(self, tmp_path: Path) -> None:
         model = stored(make_model(QWEN, 1), QWEN)
-        one = _write(tmp_path / "one", model, QWEN)
+        one = write_checkpoint(tmp_path / "one", model, QWEN.config)
         del model["model.layers.0.mlp.experts.2.down_proj.weight"]
-        two = _write(tmp_path / "two", model, QWEN)
+        two = write_checkpoint(tmp_path / "two", model, QWEN.config)
         assert any("model.layers.0.mlp.experts" in text for text in _refusal(_of(one, two)))
 
     def test_experts_of_several_dtypes(self, tmp_path: Path) -> None:
@@ -745,7 +724,7 @@ class TestRefusals:
 def test_dense_layers_and_gates_of_shared_experts_are_no_part_of_a_block(tmp_path: Path) -> None:
     tensors = stored(make_model(DEEPSEEK, 1), DEEPSEEK)
     tensors["model.layers.1.mlp.shared_expert_gate.weight"] = torch.ones(1, 12)
-    root = _write(tmp_path / "one", tensors, DEEPSEEK)
+    root = write_checkpoint(tmp_path / "one", tensors, DEEPSEEK.config)
     (source,) = open_models(make_recipe({"merge_method": "passthrough", "models": [_entry(root)]})).require()
     found = aligned_blocks(source, LogicalTensors(source))
     assert list(found) == ["model.layers.1.mlp", "model.layers.2.mlp"]

@@ -14,7 +14,7 @@ from kits.marks import one_in
 from kits.packed_headers import FP8, GOOD, NV, X, compressed, f8, f32
 from kits.plan_damage import changes, tampered
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, planned, refusals
-from kits.recipe_maker import linear, one
+from kits.recipe_maker import linear, one, twice
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint
@@ -261,16 +261,10 @@ def _nvfp4(root: Path) -> Path:
     return header_checkpoint(root, specs, config)
 
 
-def _twice(a: Path, b: Path) -> Mapping[str, Any]:
-    """The layer of both, two times, so that ops are copies of others."""
-    piece = {"sources": [{"model": model, "layer_range": [0, 1]} for model in (a, b)]}
-    return {"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}}
-
-
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     root = tmp_path_factory.mktemp("nvfp4")
-    return good({**_twice(_nvfp4(root / "a"), _nvfp4(root / "b")), "shard_size": 1_500_000}).plan
+    return good({**twice(_nvfp4(root / "a"), _nvfp4(root / "b"), 1), "shard_size": 1_500_000}).plan
 
 
 def test_a_matrix_is_one_row_with_two_of_scales(plan: Plan) -> None:
@@ -294,7 +288,7 @@ def test_equal_matrices_are_copies_only_where_those_they_share_a_scale_with_are_
 ) -> None:
     """Servers join gate and up: both are made with one scale, which hangs on both."""
     weights = [{"filter": "gate_proj", "value": gate_weight}, {"value": 1}]
-    recipe = _twice(_nvfp4(tmp_path / "a"), _nvfp4(tmp_path / "b"))
+    recipe = twice(_nvfp4(tmp_path / "a"), _nvfp4(tmp_path / "b"), 1)
     piece = recipe["slices"][0]["sources"]
     other = {"sources": [{**piece[0], "parameters": {"weight": weights}}, piece[1]]}
     made = good({**recipe, "slices": [{"sources": piece}, other]}).plan
@@ -392,41 +386,22 @@ def test_a_stack_in_an_unknown_order_is_refused(tmp_path: Path) -> None:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _checkpoint(
+def _inspected(
     shapes: Shapes, config: Mapping[str, Any], *, dtypes: Mapping[str, DType] | None = None
-) -> Checkpoint:
-    """A checkpoint that exists as headers only."""
+) -> Inspection:
+    """Of a checkpoint that exists as headers only."""
     tensors = {}
     for name, shape in shapes.items():
         dtype = (dtypes or {}).get(name, DType.BF16)
         plain = StoredTensor(name, dtype, shape, "model.safetensors", 0, 0)
         tensors[name] = plain._replace(nbytes=dtype.nbytes(plain.num_elements))
     file = WeightFile("model.safetensors", sum(t.nbytes for t in tensors.values()), "0", "0")
-    return Checkpoint("model", "model", tensors, (file,), config, ("tokenizer.json",), ("a note",))
+    made = Checkpoint("model", "model", tensors, (file,), config, ("tokenizer.json",), ("a note",))
+    return inspect_checkpoint(made)
 
 
-def _inspected(
-    shapes: Shapes, config: Mapping[str, Any], *, dtypes: Mapping[str, DType] | None = None
-) -> Inspection:
-    return inspect_checkpoint(_checkpoint(shapes, config, dtypes=dtypes))
-
-
-def _moe(layers: int = 2) -> dict[str, tuple[int, ...]]:
-    names = dict(llama(layers).names)
-    for layer in range(layers):
-        names = {name: shape for name, shape in names.items() if f"layers.{layer}.mlp." not in name}
-    return names
-
-
-def _per_expert(count: int = 4) -> dict[str, tuple[int, ...]]:
-    names = _moe()
-    for layer in range(2):
-        block = f"model.layers.{layer}.mlp"
-        names[f"{block}.gate.weight"] = (count, 8)
-        for expert in range(count):
-            names |= {f"{block}.experts.{expert}.{p}_proj.weight": (6, 8) for p in ("gate", "up")}
-            names[f"{block}.experts.{expert}.down_proj.weight"] = (8, 6)
-    return names
+def _moe() -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in llama(2).names.items() if ".mlp." not in name}
 
 
 def test_every_tensor_and_byte_is_in_one_role_and_one_dtype() -> None:
@@ -451,8 +426,13 @@ def test_a_tie_is_told_as_declared_and_as_stored(declared: bool | None, stored: 
 
 
 def test_layers_with_unequal_numbers_of_experts_are_told() -> None:
-    names = _per_expert()
-    names = {name: shape for name, shape in names.items() if "layers.1.mlp.experts.3" not in name}
+    names = _moe()
+    for layer, count in enumerate((4, 3)):
+        block = f"model.layers.{layer}.mlp"
+        names[f"{block}.gate.weight"] = (4, 8)
+        for expert in range(count):
+            names |= {f"{block}.experts.{expert}.{p}_proj.weight": (6, 8) for p in ("gate", "up")}
+            names[f"{block}.experts.{expert}.down_proj.weight"] = (8, 6)
     found = _inspected(names, {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8})
     assert found.experts[0].num_experts == (3, 4)
 

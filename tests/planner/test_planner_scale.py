@@ -191,13 +191,11 @@ def _check(report: dict[str, Any], specs: Sequence[Sequence[TensorSpec]], config
 
 
 @pytest.mark.slow
-def test_two_deepseek_v3_are_planned_whole(tmp_path: Path) -> None:
-    specs = deepseek_v3_specs()
-    models = [sparse_checkpoint(tmp_path / n, specs, V3_CONFIG, names=deepseek_v3_names()) for n in "ab"]
+def test_two_deepseek_v3_are_planned_whole(models: tuple[Path, Path]) -> None:
     report = _report("DeepSeek-V3", linear(*models))
     assert len(report["tensors"]) == V3_NUM_TENSORS
     assert report["nbytes"] == V3_NBYTES
-    _check(report, specs, V3_CONFIG)
+    _check(report, deepseek_v3_specs(), V3_CONFIG)
 
 
 @pytest.mark.slow

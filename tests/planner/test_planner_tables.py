@@ -24,7 +24,7 @@ from kits.merges import STACK, make_models
 from kits.plan_damage import with_table
 from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, make_recipe, planned, refusals
 from kits.quantised_models import gpt_oss
-from kits.recipe_maker import linear, one, stack
+from kits.recipe_maker import linear, one, stack, twice
 
 from raymerge.api import plan
 from raymerge.dtypes import DType
@@ -51,8 +51,7 @@ def _large(root: Path, num_elements: int) -> Path:
 
 def test_repeated_layers_are_computed_once_and_written_to_each_place(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
-    piece = {"sources": [{"model": m, "layer_range": [0, 2]} for m in (a, b)]}
-    made = good({"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}})
+    made = good(twice(a, b, 2))
     rows = made.plan["ops"].to_pylist()
     (first,), (again,) = made.rows(Q.format(1)), made.rows(Q.format(3))
     assert rows[again["copy_of"]] == first

@@ -11,24 +11,21 @@ import pytest
 import torch
 from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, tiny_llama, write_checkpoint
 from kits.marks import one_in
+from kits.merges import merge_here
 from kits.plan_maker import Planned, good, planned, refusals
 from kits.recipe_maker import linear, piece, stack
 from kits.tokenizer_maker import word_level
 
-import raymerge
-
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def _llama(
-    root: Path, seed: int, *, tie: bool | None, head: str = "absent", layers: int = 2, **config: Any
-) -> Path:
+def _llama(root: Path, seed: int, *, tie: bool | None, head: str = "absent", **config: Any) -> Path:
     """A Llama whose head is ``absent``, ``equal`` to the embedding, or ``own``; no flag where tie is None."""
-    tiny_llama(root, seed, layers=layers, tie=head != "own")
+    tiny_llama(root, seed, layers=2, tie=head != "own")
     tensors = read_tensors(root)
     if head == "equal":
         tensors[HEAD] = tensors[EMBEDDING].clone()
-    fields = {**llama_config(layers=layers), **config, "tie_word_embeddings": tie}
+    fields = {**llama_config(layers=2), **config, "tie_word_embeddings": tie}
     if tie is None:
         del fields["tie_word_embeddings"]
     return write_checkpoint(root, tensors, fields)
@@ -39,8 +36,7 @@ def _linear(*models: Path, **more: Any) -> Planned:
 
 
 def _stack(*models: Path) -> Planned:
-    slices = [piece(m, 0, 2) for m in models]
-    return good(stack(*slices))
+    return good(stack(*(piece(m, 0, 2) for m in models)))
 
 
 def _flag(made: Planned) -> object:
@@ -114,8 +110,7 @@ def test_a_stack_ends_in_the_head_of_its_last_model(
 
 def test_a_headless_lead_refuses_a_head(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a", 1, tie=False), _llama(tmp_path / "b", 2, tie=False, head="own")
-    data = linear(a, b)
-    (problem,) = refusals(data)
+    (problem,) = refusals(linear(a, b))
     assert f"1 of its tensors have no place in the output, since {a} lacks them: {HEAD}." in problem
 
 
@@ -232,13 +227,9 @@ def test_a_tie_is_left_alone_where_the_text_model_is(tmp_path: Path) -> None:
 
 def test_a_head_whose_role_is_not_told_by_its_name_meets_every_member(tmp_path: Path) -> None:
     """Slices of unlike numbers of sources: the head's members are those of its own slice."""
-    a, b = (
-        _llama(tmp_path / "a", 1, tie=True, head="equal"),
-        _llama(tmp_path / "b", 2, tie=True, head="equal"),
-    )
-    one = piece(a, 0, 1)
-    two = piece((a, b), 1, 2)
-    made = good({"merge_method": "linear", "slices": [one, two], "parameters": {"weight": 1}})
+    a, b = (_llama(tmp_path / name, seed, tie=True, head="equal") for seed, name in enumerate("ab"))
+    slices = [piece(a, 0, 1), piece((a, b), 1, 2)]
+    made = good({"merge_method": "linear", "slices": slices, "parameters": {"weight": 1}})
     assert made.reads(HEAD) == [(0, EMBEDDING), (1, EMBEDDING)]
     assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
     assert _flag(made) is False
@@ -264,13 +255,6 @@ def models(tmp_path: Path) -> tuple[Path, Path, Path]:
         for seed, (name, rows) in enumerate(sizes.items())
     )
     return a, b, c
-
-
-def _merged(recipe: Mapping[str, Any], out: Path) -> dict[str, torch.Tensor]:
-    result = raymerge.submit(
-        json.loads(json.dumps(recipe, default=str)), out, raymerge.RunOptions(inline=True)
-    )
-    return read_tensors(result.output)
 
 
 def test_other_numbers_of_rows_are_refused_with_three_ways_out(models: tuple[Path, Path, Path]) -> None:
@@ -303,7 +287,7 @@ def test_the_refusal_counts_tokens_that_agree_moved_or_are_new(tmp_path: Path) -
 
 def test_common_keeps_the_rows_that_all_have(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     recipe = linear(*models, embedding_sizes="common")
-    found = _merged(recipe, tmp_path / "out")
+    found = merge_here(recipe, tmp_path / "out")
     parents = [read_tensors(each) for each in models]
     for name in (EMBEDDING, HEAD):
         expected = sum(parent[name][:60].double() for parent in parents) / 3
@@ -318,7 +302,7 @@ def test_pad_keeps_every_row_and_fills_from_those_that_go_on(
     models: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     a, b, c = (read_tensors(each)[EMBEDDING].double() for each in models)
-    found = _merged(linear(*models, embedding_sizes="pad"), tmp_path / "out")[EMBEDDING].double()
+    found = merge_here(linear(*models, embedding_sizes="pad"), tmp_path / "out")[EMBEDDING].double()
     assert found.shape == (70, 32)
     torch.testing.assert_close(found[:60], (a[:60] + b[:60] + c[:60]) / 3, rtol=1e-6, atol=1e-8)
     beyond = (a[60:64] + b[60:64]) / 2
@@ -329,7 +313,7 @@ def test_pad_keeps_every_row_and_fills_from_those_that_go_on(
 def test_a_base_that_has_a_row_fills_the_gap_alone(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     _, base, short = models
     recipe = linear(short, base_model=str(base), embedding_sizes="pad") | {"merge_method": "task_arithmetic"}
-    found = _merged(recipe, tmp_path / "out")[EMBEDDING]
+    found = merge_here(recipe, tmp_path / "out")[EMBEDDING]
     assert torch.equal(found[60:], read_tensors(base)[EMBEDDING][60:])
     torch.testing.assert_close(found[:60], read_tensors(short)[EMBEDDING])
 
@@ -397,7 +381,7 @@ def _mean(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 )
 def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) -> None:
     a, b = _one_and_other(tmp_path, lambda size: {name: (size, 8)})
-    found = _merged(linear(a, b, tokenizer_source="union"), tmp_path / "out")
+    found = merge_here(linear(a, b, tokenizer_source="union"), tmp_path / "out")
     for each in (EMBEDDING, HEAD, name):
         torch.testing.assert_close(found[each], _mean(read_tensors(a)[each], read_tensors(b)[each]))
 
@@ -406,7 +390,7 @@ def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("is_row", one_in(2, [True, False]))
 def test_a_bias_for_each_token_goes_by_the_tokens_too(tmp_path: Path, name: str, is_row: bool) -> None:
     a, b = _one_and_other(tmp_path, lambda size: {name: (1, size) if is_row else (size,)})
-    found = _merged(linear(a, b, tokenizer_source="union"), tmp_path / "out")[name]
+    found = merge_here(linear(a, b, tokenizer_source="union"), tmp_path / "out")[name]
     assert found.shape == ((1, 7) if is_row else (7,))
     mine, theirs = (read_tensors(each)[name].flatten() for each in (a, b))
     torch.testing.assert_close(found.flatten(), _mean(mine, theirs))
@@ -414,7 +398,7 @@ def test_a_bias_for_each_token_goes_by_the_tokens_too(tmp_path: Path, name: str,
 
 def test_a_bias_beside_its_matrix_is_none_of_tokens(tmp_path: Path) -> None:
     a, b = _one_and_other(tmp_path, lambda _: {"dense.bias": (6,), "dense.weight": (6, 4)})
-    found = _merged(linear(a, b, tokenizer_source="union"), tmp_path / "out")
+    found = merge_here(linear(a, b, tokenizer_source="union"), tmp_path / "out")
     mean = (read_tensors(a)["dense.bias"] + read_tensors(b)["dense.bias"]) / 2
     torch.testing.assert_close(found["dense.bias"], mean)
 
@@ -436,7 +420,7 @@ def test_a_head_of_fewer_rows_lacks_the_tokens_beyond(tmp_path: Path) -> None:
     a = _speaker(tmp_path / "a", 1, A, {})
     b = _speaker(tmp_path / "b", 2, B, {HEAD: (5, 8)})
     for models in ((a, b), (b, a)):
-        found = _merged(linear(*models, tokenizer_source="union"), tmp_path / f"out-{models[0].name}")
+        found = merge_here(linear(*models, tokenizer_source="union"), tmp_path / f"out-{models[0].name}")
         words = (*A, "new") if models[0] is a else B
         mine, theirs = read_tensors(a)[HEAD], read_tensors(b)[HEAD]
         assert found[HEAD].shape == found[EMBEDDING].shape == (7, 8)
@@ -456,11 +440,6 @@ def test_tensors_that_would_end_with_other_rows_are_refused(tmp_path: Path, size
     assert "Correct vocab_size" not in text
 
 
-def _shape(made: Planned, name: str) -> tuple[int, ...]:
-    table = made.plan["tensors"].select(["name", "shape"]).to_pylist()
-    return next(tuple(row["shape"]) for row in table if row["name"] == name)
-
-
 def test_only_who_takes_part_counts(tmp_path: Path) -> None:
     a, c, b = (tiny_llama(tmp_path / key, n, vocab=rows) for n, (key, rows) in enumerate(
         (("a", 64), ("c", 64), ("b", 70))
@@ -470,7 +449,8 @@ def test_only_who_takes_part_counts(tmp_path: Path) -> None:
         for role in ("head", "embedding")
     ]
     made = good(linear(a, c, b, methods=rules))
-    assert {_shape(made, name) for name in (EMBEDDING, HEAD)} == {(64, 32)}
+    shapes = {row["name"]: row["shape"] for row in made.plan["tensors"].to_pylist()}
+    assert shapes[EMBEDDING] == shapes[HEAD] == [64, 32]
     assert made.fate(2, EMBEDDING)[1] == "not_chosen"
     only_b = [{**rule, "sources": [str(b), str(b)][:1], "merge_method": "passthrough"} for rule in rules]
     (problem,) = refusals(linear(a, c, b, methods=only_b))
@@ -482,8 +462,7 @@ def test_only_who_takes_part_counts(tmp_path: Path) -> None:
 def test_a_stack_that_ends_in_another_vocabulary_is_refused(tmp_path: Path) -> None:
     a = tiny_llama(tmp_path / "a", 0, vocab=64)
     b = tiny_llama(tmp_path / "b", 1, vocab=70)
-    slices = [piece(str(each), 0, 1) for each in (a, b)]
-    problems = refusals(stack(*slices))
+    problems = refusals(stack(piece(a, 0, 1), piece(b, 0, 1)))
     (problem,) = (each for each in problems if "the output has 64 rows" in each)
     assert "lm_head.weight [70, 32]" in problem
 

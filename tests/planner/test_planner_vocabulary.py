@@ -27,10 +27,6 @@ def _models(root: Path, *tokenizers: Any, rows: dict[int, int] | None = None) ->
     ]
 
 
-def _everybody(models: list[ModelVocabulary]) -> dict[int, int]:
-    return {model.index: model.num_rows for model in models}
-
-
 def _texts(plan: VocabularyPlan) -> str:
     return " ".join(text or "_" for text in plan.tokens)
 
@@ -38,7 +34,7 @@ def _texts(plan: VocabularyPlan) -> str:
 def _row_texts(plan: VocabularyPlan, models: list[ModelVocabulary], member: int) -> list[str]:
     """What each row is made of, as ``source:token`` of its terms."""
     found = []
-    for run in plan.sources.runs(member, _everybody(models)):
+    for run in plan.sources.runs(member, {model.index: model.num_rows for model in models}):
         for at in range(run.count):
             terms = []
             for source, first in run.inputs:
@@ -281,10 +277,6 @@ def _terms(sources: RowSources, member: int, holders: Mapping[int, int], row: in
     return list(has.items())
 
 
-def _expand(runs: Sequence[RowRun]) -> list[list[tuple[int, int]]]:
-    return [[(s, first + at) for s, first in run.inputs] for run in runs for at in range(run.count)]
-
-
 def test_own_rows_then_the_base_then_the_mean_then_zeros() -> None:
     sources = _sources([[0, 1, 2, -1, -1, -1], [-1, 5, -1, 7, -1, -1], [3, -1, -1, 4, 9, -1]])
     everybody = {0: 99, 1: 99, 2: 99}
@@ -341,7 +333,8 @@ def test_runs_say_what_the_rules_say_row_by_row(case: tuple[RowSources, dict[int
     sources, holders, member = case
     runs = sources.runs(member, holders)
     num_tokens = len(sources.ids[0])
-    assert _expand(runs) == [_terms(sources, member, holders, row) for row in range(num_tokens)]
+    found = [[(s, first + at) for s, first in run.inputs] for run in runs for at in range(run.count)]
+    assert found == [_terms(sources, member, holders, row) for row in range(num_tokens)]
     ends = [run.to_row + run.count for run in runs]
     assert [run.to_row for run in runs] == [0, *ends[:-1]]
     assert ends[-1] == num_tokens

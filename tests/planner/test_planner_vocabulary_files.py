@@ -322,24 +322,17 @@ def test_a_broken_generation_config_is_refused(tmp_path: Path, text: str) -> Non
     assert problem.startswith(f"{donor}/generation_config.json: is not a JSON object")
 
 
-def _slow(root: Path) -> Path:
+def test_older_files_become_one_that_can_be_changed(tmp_path: Path) -> None:
     """A byte-level encoding in two files, as releases without tokenizer.json wrote it."""
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
     vocab = json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3})
-    files = {"vocab.json": vocab, "merges.txt": "#version: 0.2\na b\n"}
-    return write_tokenizer(root, None, config, files)
-
-
-def test_older_files_become_one_that_can_be_changed(tmp_path: Path) -> None:
-    donor = _slow(tmp_path / "m0")
+    older = {"vocab.json": vocab, "merges.txt": "#version: 0.2\na b\n"}
+    donor = write_tokenizer(tmp_path / "m0", None, config, older)
     keys = ("merges.txt", "tokenizer_config.json", "vocab.json")
     files = read_tokenizer(donor, keys, convert=convert_slow_tokenizer)
     assert files is not None
-    assert ("tokenizer.json" not in files.files, files.tokens["ab"], files.tokens["<|endoftext|>"]) == (
-        True,
-        2,
-        3,
-    )
+    assert "tokenizer.json" not in files.files
+    assert (files.tokens["ab"], files.tokens["<|endoftext|>"]) == (2, 3)
     other = vocabulary(tmp_path / "m1", _OTHER, index=1)
     base = ModelVocabulary(0, recipe_of([other]).models[0].model, files, 4, {"vocab_size": 4})
     named = recipe_of([other, other], tokenizer_source="union")
@@ -434,11 +427,11 @@ _SYSTEM = {"role": "system", "content": "Be brief"}
 _TEMPLATE = "{% for m in messages %}{{ m['content'] }};{% endfor %}"
 
 
-def _render(name: str, messages: list[dict[str, str]], *, prompt: bool = True) -> str:
+def _render(name: str, messages: list[dict[str, str]]) -> str:
     """As transformers renders templates."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(built_in_templates()[name])
-    return template.render(messages=messages, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
+    return template.render(messages=messages, add_generation_prompt=True, bos_token="<s>", eos_token="</s>")
 
 
 def _model(root: Path, index: int, **files: Any) -> ModelVocabulary:
