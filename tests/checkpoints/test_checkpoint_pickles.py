@@ -38,10 +38,6 @@ def put(root: Path, key: str, *names: str) -> None:
     (root / "config.json").write_text('{"model_type": "odd"}')
 
 
-def put_index(root: Path, **weight_map: str) -> None:
-    (root / PICKLE_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 def stand_in(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
     return read_header(store, info.key, info.nbytes, info.version), (f"{info.key} was read.",)
 
@@ -123,7 +119,8 @@ class TestRefused:
 
     def test_an_index_that_does_not_fit(self, tmp_path: Path) -> None:
         put(tmp_path, ONE, "a")
-        put_index(tmp_path, a=ONE, b=TWO, c="../x.bin", d="config.json")
+        weight_map = {"a": ONE, "b": TWO, "c": "../x.bin", "d": "config.json"}
+        (tmp_path / PICKLE_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         text = refusal(tmp_path)
         assert f"{PICKLE_INDEX}: names {TWO}, which is not in the directory" in text
         assert "places tensor 'c' in '../x.bin', which is not the name of a file beside it" in text

@@ -113,11 +113,8 @@ class TestOpening:
         for path in real.iterdir():
             (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
         linked, plain = open_checkpoint(snapshot, "m"), open_checkpoint(real, "m")
-        assert (linked.tensors, linked.files, linked.companions) == (
-            plain.tensors,
-            plain.files,
-            plain.companions,
-        )
+        assert (linked.tensors, linked.files) == (plain.tensors, plain.files)
+        assert linked.companions == plain.companions
 
     def test_notes_of_index_and_headers_are_told(self, tmp_path: Path) -> None:
         root = tiny_llama(tmp_path, 1, files=2)
@@ -592,17 +589,13 @@ def test_flattened_rows_both_ways(kind: FusedKind, sizes: Sizes) -> None:
     check(kind, logical_tensors(one), one)
 
 
-def fused_shape(kind: FusedKind, sizes: Sizes) -> tuple[int, ...]:
-    return tuple(stored(kind, logical_tensors(sizes)).shape)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=20)
 @given(sizes=SIZES)
 def test_blocks_partition_the_tensor_into_complete_logical_tensors(kind: FusedKind, sizes: Sizes) -> None:
     if kind not in STACKED:
         sizes = sizes._replace(projections=1)
-    shape = fused_shape(kind, sizes)
+    shape = tuple(stored(kind, logical_tensors(sizes)).shape)
     views = fused_views(kind, shape, sizes.projections, sizes.experts)
     position, members = 0, list[int]()
     for start, num_elements, inside in blocks(kind, shape, sizes.projections, sizes.experts):

@@ -21,17 +21,13 @@ Q = "model.layers.0.self_attn.q_proj"
 EMBEDDING = "model.embed_tokens"
 
 
-def linear(
-    module: str = Q, rows: int = 6, columns: int = 5, rank: int = 4, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    return factor_tensors(module, (rows, columns), rank, torch.Generator().manual_seed(seed))
+def linear(module: str = Q, rank: int = 4) -> dict[str, torch.Tensor]:
+    return factor_tensors(module, (6, 5), rank, torch.Generator().manual_seed(0))
 
 
-def embedding(module: str = EMBEDDING, rows: int = 9, columns: int = 5) -> dict[str, torch.Tensor]:
-    return {
-        f"{PREFIX}{module}.lora_embedding_A": torch.randn(4, rows),
-        f"{PREFIX}{module}.lora_embedding_B": torch.randn(columns, 4),
-    }
+def embedding() -> dict[str, torch.Tensor]:
+    name = f"{PREFIX}{EMBEDDING}.lora_embedding"
+    return {f"{name}_A": torch.randn(4, 9), f"{name}_B": torch.randn(5, 4)}
 
 
 def opened(root: Path, tensors: dict[str, torch.Tensor], **changes: Any) -> Adapter:

@@ -61,16 +61,12 @@ def test_published_layouts_are_found_whole_and_without_a_fault(tmp_path: Path, k
     name = f"{X}.weight" if X in next(iter(specs)) else next(iter(specs)).removesuffix("_blocks")
     assert list(found.tensors) == [name]
     packed = found.tensors[name]
+    spec = packed.quant_spec
     assert packed.name == name
-    assert (packed.quant_spec.format, packed.quant_spec.shape, packed.quant_spec.block) == (
-        form,
-        shape,
-        block,
-    )
+    assert (spec.format, spec.shape, spec.block) == (form, shape, block)
     assert dict(found.members) == dict.fromkeys(specs, name) == dict.fromkeys(packed.stored, name)
-    assert packed.quant_spec.codes_shape == specs[packed.codes][1]
-    assert packed.quant_spec.format.code_dtype == specs[packed.codes][0]
-    assert (packed.quant_spec.scale_dtype, packed.quant_spec.scales_shape) == specs[packed.scales]
+    assert (spec.format.code_dtype, spec.codes_shape) == specs[packed.codes]
+    assert (spec.scale_dtype, spec.scales_shape) == specs[packed.scales]
 
 
 def test_scales_are_powers_of_two_by_their_dtype_or_by_what_the_config_says(tmp_path: Path) -> None:
