@@ -39,9 +39,9 @@ Runs = Sequence[tuple[int, int, int, int]]
 class Stock:
     sources: tuple[Checkpoint, ...]
 
-    def read(self, name: str, source: int = 0, *, part: int = 0, view: View | None = None) -> Read:
+    def read(self, name: str, source: int = 0, *, view: View | None = None) -> Read:
         stored = self.sources[source].tensors[name]
-        return Read(part, source, stored.key, stored.offset, stored.nbytes, stored.dtype, view)
+        return Read(0, source, stored.key, stored.offset, stored.nbytes, stored.dtype, view)
 
     def term(
         self, name: str, source: int = 0, *, view: View | None = None, product: Product | None = None

@@ -56,9 +56,9 @@ def altered(
     return open_base(write_checkpoint(root, tensors if tensors is not None else state, merged))
 
 
-def token_runs(*lengths: int, most: int = 60) -> list[TokenRun]:
+def token_runs(*lengths: int) -> list[TokenRun]:
     chance = torch.Generator().manual_seed(5)
-    return [TokenRun(0, 1, tuple(torch.randint(3, most, (n,), generator=chance).tolist())) for n in lengths]
+    return [TokenRun(0, 1, tuple(torch.randint(3, 60, (n,), generator=chance).tolist())) for n in lengths]
 
 
 def streamed(base: Source, runs: Sequence[TokenRun], spill: Path, *, budget: int = BIG) -> Collector:

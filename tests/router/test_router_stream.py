@@ -109,14 +109,13 @@ def test_a_small_budget_changes_nothing_and_leaves_no_file(llama: Source, tmp_pa
     large = streamed(llama, runs, tmp_path / "large", budget=BIG)
     assert not (tmp_path / "large").exists()
     watched: list[int] = []
+    small = Collector()
 
-    class Watching(Collector):
-        def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-            watched.extend(path.stat().st_size for path in (tmp_path / "small").iterdir())
-            super().layer(layer, run, hidden, router_input)
+    def watch(layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
+        watched.extend(path.stat().st_size for path in (tmp_path / "small").iterdir())
+        small.layer(layer, run, hidden, router_input)
 
-    small = Watching()
-    LayerStream(llama).read(runs, small.layer, device=CPU, budget=0, spill=tmp_path / "small")
+    LayerStream(llama).read(runs, watch, device=CPU, budget=0, spill=tmp_path / "small")
     assert set(watched) == {sum(LENGTHS) * 32 * 4}
     assert not list((tmp_path / "small").iterdir())
     assert all(torch.equal(small.hidden[place], state) for place, state in large.hidden.items())
@@ -135,11 +134,10 @@ def test_settings_of_torch_are_put_back(llama: Source, tmp_path: Path) -> None:
     cudnn, within = torch.backends.cudnn, []
     before = cudnn.deterministic
 
-    class Looking(Collector):
-        def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-            within.append((cudnn.deterministic, torch.is_grad_enabled()))
+    def look(*_: object) -> None:
+        within.append((cudnn.deterministic, torch.is_grad_enabled()))
 
-    LayerStream(llama).read(token_runs(2), Looking().layer, device=CPU, budget=BIG, spill=tmp_path)
+    LayerStream(llama).read(token_runs(2), look, device=CPU, budget=BIG, spill=tmp_path)
     assert set(within) == {(True, False)}
     assert cudnn.deterministic == before
     assert torch.is_grad_enabled()
@@ -196,9 +194,8 @@ import torch
 from kits.layer_streams import open_base, token_runs
 from raymerge.stages.router.streamed_model import LayerStream
 
-class Nothing:
-    def layer(self, layer, run, hidden, router_input):
-        pass
+def nothing(*_):
+    pass
 
 def status(word):
     lines = open("/proc/self/status").read().splitlines()
@@ -209,12 +206,12 @@ small, large, spill = sys.argv[1:]
 runs = token_runs(*[100] * 16)
 device = torch.device("cpu")
 # What is imported on the way is not what is measured.
-LayerStream(open_base(small)).read(runs[:1], Nothing().layer, device=device, budget=0, spill=spill)
+LayerStream(open_base(small)).read(runs[:1], nothing, device=device, budget=0, spill=spill)
 base = open_base(large)
 least = LayerStream(base).least_budget(100)
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-LayerStream(base).read(runs, Nothing().layer, device=device, budget=least, spill=spill)
+LayerStream(base).read(runs, nothing, device=device, budget=least, spill=spill)
 print(json.dumps({"least": least, "grown": status("VmHWM") - before}))
 """
 
@@ -267,13 +264,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_hollow_model_is_not_used_after_a_failure(llama: Source, tmp_path: Path, built: list[int]) -> None:
-    class Failing(Collector):
-        def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-            raise RuntimeError("enough")
+    def fail(*_: object) -> None:
+        raise RuntimeError("enough")
 
     layers, runs = LayerStream(llama), token_runs(5)
     with pytest.raises(RuntimeError, match="enough"):
-        layers.read(runs, Failing().layer, device=CPU, budget=BIG, spill=tmp_path)
+        layers.read(runs, fail, device=CPU, budget=BIG, spill=tmp_path)
     seen = Collector()
     layers.read(runs, seen.layer, device=CPU, budget=BIG, spill=tmp_path)
     assert len(built) == 2

@@ -21,7 +21,7 @@ from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_
 from kits.tensor_scaled_models import fp8_mixture, nvfp4_llama
 from safetensors.torch import load_file, save_file
 
-from raymerge.api import AuditOptions, audit, diff, verify
+from raymerge.api import AuditOptions, audit, conversion, diff, submit, verify
 from raymerge.errors import VerificationError
 from raymerge.options import RunOptions
 from raymerge.verifier.compare import ComparedTensor, Comparison, Status
@@ -80,9 +80,8 @@ def test_the_sources_themselves_pass_without_a_plan(sources: Family) -> None:
         assert not verdict.against_plan
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_tied_and_untied_models_pass(tie: bool, tmp_path: Path) -> None:
-    assert verify(tiny_llama(tmp_path / "model", 1, tie=tie)).problems == ()
+def test_a_tied_model_passes(tmp_path: Path) -> None:
+    assert verify(tiny_llama(tmp_path / "model", 1, tie=True)).problems == ()
 
 
 def test_a_model_of_an_unknown_family_passes(tmp_path: Path) -> None:
@@ -227,6 +226,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no provenance": (_without("raymerge/provenance.json"), "provenance.json: is missing"),
     "no config": (_without("config.json"), "config.json"),
+    "another config": (
+        lambda root: _edit(root / "config.json", lambda config: config.update(hidden_act="gelu")),
+        "config.json: it is not the config that the plan says",
+    ),
     "no JSON": (lambda root: (root / "config.json").write_text("{"), "config.json"),
     "another plan": (
         lambda root: _edit(root / RECORD_PLAN / "manifest.json", lambda manifest: manifest.update(seed=77)),
@@ -267,11 +270,6 @@ def test_a_second_set_beside_weights_without_a_plan_is_found(plain: Path) -> Non
     assert verify(plain).problems == ()
     _second_set(plain)
     assert "copy.safetensors: is no part of the weights" in _said(plain)
-
-
-def test_a_config_that_is_not_the_planned_one_is_found(merged: Path) -> None:
-    _edit(merged / "config.json", lambda config: config.update(hidden_act="gelu"))
-    assert "config.json: it is not the config that the plan says" in _said(merged)
 
 
 def test_an_absent_directory_is_a_verdict(tmp_path: Path) -> None:
@@ -509,9 +507,6 @@ def test_codes_are_compared_by_what_they_mean(make: Any, tmp_path: Path) -> None
 
 
 def test_a_quantised_model_is_compared_with_its_numbers(tmp_path: Path) -> None:
-    from raymerge.api import conversion, submit
-    from raymerge.options import RunOptions
-
     model = deepseek_v3(tmp_path / "codes", 0)
     submit(conversion(model.root, "bf16"), tmp_path / "plain", RunOptions(inline=True))
     found = diff(model.root, tmp_path / "plain")
