@@ -147,20 +147,22 @@ def _anchored(root: MappingNode) -> frozenset[str]:
     anchored: set[str] = set()
     for key, value in root.value:
         # Of those that share a node the first has the anchor, and the others have aliases of it.
-        for node in _nodes(value, {}).values():
-            holder = first.setdefault(id(node), key)
+        for number in _nodes(value):
+            holder = first.setdefault(number, key)
             if holder is not key and isinstance(holder, ScalarNode):
                 anchored.add(holder.value)
     return frozenset(anchored)
 
 
-def _nodes(node: Node, seen: dict[int, Node]) -> dict[int, Node]:
-    """A node and all below it by identity, each once; composing has bounded their depth."""
-    if id(node) not in seen:
-        seen[id(node)] = node
-        below: Iterable[Node] = node.value if isinstance(node, SequenceNode) else ()
-        for each in chain(*node.value) if isinstance(node, MappingNode) else below:
-            _nodes(each, seen)
+def _nodes(root: Node) -> set[int]:
+    """Identities of a node and all below it. By aliases they lie deeper than texts may nest."""
+    seen, left = set[int](), [root]
+    while left:
+        node = left.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            is_map = isinstance(node, MappingNode)
+            left += chain(*node.value) if is_map else node.value if isinstance(node, SequenceNode) else ()
     return seen
 
 

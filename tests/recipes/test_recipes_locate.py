@@ -214,6 +214,12 @@ def test_what_holds_itself_or_blows_up_is_refused(text: str, words: str) -> None
     assert words in refusal(text)
 
 
+def test_what_aliases_nest_under_a_tag_is_refused_for_the_tag() -> None:
+    lists = [f"  - &a{i} [{f'*a{i - 1}' if i else 1}]" for i in range(1500)]
+    faults = read("\n".join(["a: !x", *lists, "b: !x [*a1499]"])).faults
+    assert [fault.what for fault in faults] == ["the tag !x has no meaning in a recipe."] * 2
+
+
 def test_a_long_recipe_within_the_bound_is_read() -> None:
     text = "a: [" + ", ".join(["1"] * (MAX_NODES - 10)) + "]"
     assert len(read(text).data["a"]) == MAX_NODES - 10  # type: ignore[arg-type]
