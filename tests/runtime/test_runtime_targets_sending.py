@@ -39,6 +39,8 @@ def test_what_is_relative_to_this_machine_is_refused_with_both_places(place: str
 def test_what_is_sent_along_is_there(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     assert sending_problems(_recipe("./a"), "r.yml", "/mnt/out", along=tmp_path) == ()
+    # Of what is absolute nothing is asked here, where it could not even be looked at.
+    assert sending_problems(_recipe(f"/{'a' * 300}"), "r.yml", "/mnt/out", along=tmp_path) == ()
     (problem,) = sending_problems(_recipe("./b"), "r.yml", "/mnt/out", along=tmp_path)
     assert "./b" in problem.what
 

@@ -45,8 +45,8 @@ def sending_problems(
     for where, path in places_read(recipes):
         is_absolute = is_remote(path) or os.path.isabs(path)
         is_hub_name = path.count("/") == 1 and not path.startswith((".", "~")) and not os.path.exists(path)
-        is_sent = along is not None and (along / path).exists()
-        if not (is_absolute or is_hub_name or is_sent):
+        # Only what is relative may be here: what is absolute is a path of the cluster.
+        if not (is_absolute or is_hub_name or (along is not None and (along / path).exists())):
             what = f"'{shown(path)}' is a path of this machine, which the cluster does not have."
             problems.append(Problem(where, what, _ABSOLUTE))
     return tuple(dict.fromkeys(problems))
