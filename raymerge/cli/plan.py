@@ -216,13 +216,23 @@ def _brief(text: str) -> str:
 _EACH = _count(_MOST_EACH)
 _A_SPEED = _Kind(_speed, "Write it in bytes a second, like 2GB/s or 800MB/s.")
 _A_TIME = _Kind(_time, "Write it like 8s, 5ms or 2min.")
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        # Without its remedy, which is said apart.
+        raise ValueError(str(error).rpartition(";")[0]) from None
+
+
 _KINDS: Mapping[str, _Kind] = {
     "workers": _count(_MOST_WORKERS),
     **dict.fromkeys(("storage", "read", "write", "per_worker", "compute"), _A_SPEED),
     **dict.fromkeys(("threads", "cores"), _EACH),
     "per_core": _A_SPEED,
     "lanes": _EACH,
-    "memory": _Kind(parse_size, "Write it like 4GiB."),
+    "memory": _Kind(_memory, "Write it like 4GiB."),
     **dict.fromkeys(("overhead", "driver", "startup"), _A_TIME),
 }
 
@@ -268,8 +278,7 @@ def read_cluster(words: Sequence[str]) -> Cluster:
         try:
             values[key] = _KINDS[key].read(pair.partition("=")[2].strip())
         except ValueError as error:
-            what = f"{str(error).partition(';')[0]}."
-            problems.append(Problem(f"--simulate {key}", what, _KINDS[key].remedy))
+            problems.append(Problem(f"--simulate {key}", f"{error}.", _KINDS[key].remedy))
             instead[key] = 1
     try:
         cluster = Cluster(**{**instead, **values})

@@ -319,6 +319,7 @@ def test_a_storage_needs_one_speed_or_both_of_two() -> None:
         ("workers 4", "'workers 4' is no pair of a key and a value. Write it like workers=4."),
         ("workers=0", "--simulate workers: 0 workers cannot do anything. Give 1 or more."),
         ("workers=many", "workers: 'many' is no whole number. Give a whole number from 1 to 100,000."),
+        ("workers=4;threads=2", "workers: '4;threads=2' is no whole number."),
         ("read=2GB/h", "--simulate read: '2GB/h' is no speed. Write it in bytes a second, like 2GB/s"),
         ("startup=8 parsecs", "--simulate startup: '8 parsecs' is no time. Write it like 8s, 5ms or 2min."),
         ("workers=100001", "workers: 100001 are more than can be simulated. Give a whole number from 1 to"),
