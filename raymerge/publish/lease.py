@@ -519,6 +519,10 @@ _ASK_SECONDS = 2.0
 _ASK_STORE_SECONDS = 5.0
 
 
+def _opened(path: str, _: int) -> int:
+    return os.open(path, _READING)
+
+
 class StopRequest:
     def __init__(self, place: Path | ObjectWriter) -> None:
         """``place`` is a directory, which the request is left beside, or an object store."""
@@ -582,12 +586,9 @@ class StopRequest:
         """The process that is asked; None for none, or an unreadable request."""
         if self._writer is not None:
             return holder_from(self._writer.content(STOP))
-        try:
-            descriptor = os.open(self._path, _READING)
-        except FileNotFoundError:
-            return None
-        with open(descriptor, "rb") as file:
+        with suppress(FileNotFoundError), open(self._path, "rb", opener=_opened) as file:
             return holder_from(file.read(_MOST_BYTES))
+        return None
 
     def _remove(self) -> None:
         if self._writer is None:

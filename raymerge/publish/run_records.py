@@ -125,11 +125,14 @@ class LocalRecords:
         leases.StopRequest(self._path).make(holder)
 
 
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _reader(directory: Path) -> Record:
     def read(key: str) -> bytes:
         try:
-            descriptor = os.open(directory / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with open(descriptor, "rb") as file:
+            with open(directory / key, "rb", opener=_opened) as file:
                 return file.read(_MOST_BYTES)
         except OSError:
             # It may be renamed or begun anew at this moment.
