@@ -56,7 +56,7 @@ def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[Sha
     table = plan["ops"]
     copy_of, made_with = ints(table, "copy_of"), ints(table, "made_with")
     first = np.where(copy_of >= 0, copy_of, np.arange(len(copy_of)))
-    makers = np.where(made_with[first] >= 0, made_with[first], first)
+    makers = np.where(made_with[first] >= 0, made_with[first], first).tolist()
     offsets, sizes = ints(table, "offset").tolist(), ints(table, "nbytes").tolist()
     by_shard: dict[int, list[tuple[int, int, int]]] = {}
     spans = (ints(plan["segments"], name).tolist() for name in ("first_op", "num_ops", "shard"))
@@ -64,7 +64,7 @@ def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[Sha
         by_shard.setdefault(shard, []).append((segment, begin, count))
     orders = []
     for number, shard in enumerate(plan["shards"].to_pylist()):
-        queue = _Queue(offsets, sizes, makers.tolist(), by_shard.get(number, ()), most_early)
+        queue = _Queue(offsets, sizes, makers, by_shard.get(number, ()), most_early)
         steps = tuple(queue.steps())
         orders.append(ShardOrder(shard["name"], shard["nbytes"], shard["header"], steps, queue.most_kept))
     return tuple(orders)
@@ -356,7 +356,7 @@ def stamp_of(attempt_id: str, device: str) -> str:
 def check_attempt(writer: ObjectWriter, attempt_id: str) -> None:
     """Raises IncompleteError if the run that began with ``attempt_id`` was replaced or published, TargetError
     if the place cannot be read; as ``check_begun`` for a directory."""
-    if writer.content(_ATTEMPT).decode("ascii", "replace") != attempt_id:
+    if not attempt_id or writer.content(_ATTEMPT).decode("ascii", "replace") != attempt_id:
         raise IncompleteError(
             f"{writer.location('')}: this is no longer the run that the worker writes for; another began "
             "there, or it is published. The worker gives up."
