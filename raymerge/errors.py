@@ -158,8 +158,9 @@ class DiskSpaceError(IncompleteError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without advice and code positions of libraries."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """The first 300 characters of the first line of an error's text, without advice and code positions of
+    libraries; the rest of a page of HTML, which a proxy sends, tells nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
 
 
 _EXAMPLES = 5

@@ -231,7 +231,7 @@ class JobServer:
             case RunState.FAILED:
                 with self._asking() as client:
                     error = LogText(client.get_job_logs(run)).error()
-                said = message.strip().partition("\n")[0]
+                said = message.strip()[:300].partition("\n")[0]
                 silent = f"its driver ended without a word. {said}".rstrip()
                 return str(error.get("message")) if error else silent
             case _:
