@@ -93,17 +93,26 @@ def named_in_order(named: Ints, known: int) -> bool:
 class Check:
     """The columns of a plan whose tables are complete, and what in them contradicts itself."""
 
+    tensors: Columns
+    ops: Columns
+    parts: Columns
+    inputs: Columns
+    scales: Columns
+    gathers: Columns
+    gather_inputs: Columns
+    factors: Columns
+    runs: Columns
+    segments: Columns
+    shards: Columns
+    files: Columns
+    dispositions: Columns
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.problems: list[Problem] = []
         self.expressions, self.encodings = plan.expressions, plan.encodings
         self.tables = {name: Columns(table) for name, table in plan.tables.items()}
-        # Each an attribute too.
         vars(self).update(self.tables)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Columns: ...
 
     def run(self, *steps: Callable[[Check], None]) -> None:
         """Steps of which each counts on what those before it prove."""
