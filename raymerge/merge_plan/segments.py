@@ -205,9 +205,10 @@ def _unit(op: Op) -> int:
 
 
 def _divides(op: Op) -> bool:
-    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one op."""
+    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one op, and
+    so is what reads nothing."""
     is_padded = any(read.gather is not None and read.gather.is_padded for read in op.reads)
-    return not is_padded and op.expression.divides(op.parts[0].shape)
+    return not (is_padded or op.expression.is_unread) and op.expression.divides(op.parts[0].shape)
 
 
 def _sub_read(read: Read, first: int, count: int) -> Read:
