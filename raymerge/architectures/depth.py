@@ -130,9 +130,10 @@ def restack_period(section: dict[str, Any], origins: Sequence[Origin], rule: Per
     own = period(section, rule)
     theirs = next((value for each in origins if (value := period(each.model.section, rule))), None)
     shared = own or theirs
-    is_listed = rule.index_list != ORDINARY and section.get(rule.index_list or "") is not None
-    # A list that has precedence was restacked with the others.
-    if shared is None or is_listed or (rule.layer_types and section.get(LAYER_TYPES)):
+    is_listed = rule.index_list not in (None, ORDINARY) and section.get(str(rule.index_list)) is not None
+    has_precedence = is_listed or (rule.layer_types and section.get(LAYER_TYPES))
+    # Such a list was restacked with the others.
+    if shared is None or has_precedence:
         return None
     special = [origin.is_special(rule) for origin in origins]
     silent = next((origin.model.name for origin in origins if origin.is_special(rule) is None), None)

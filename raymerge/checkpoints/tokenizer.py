@@ -352,7 +352,7 @@ def _read_decoder(
 
     def read() -> list[tuple[int, AddedToken]]:
         # A number of thousands of digits is a ValueError too.
-        numbered = sorted((int(key), key) for key in decoder if key.isdecimal())
+        numbered = sorted([(int(key), key) for key in decoder if key.isdecimal()], key=lambda each: each[0])
         return [(number, read_added_token(decoder[key])) for number, key in numbered]
 
     return _understood(problems, f"{root}/{TOKENIZER_CONFIG}", read)

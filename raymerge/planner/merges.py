@@ -207,7 +207,7 @@ class _Planner:
         if not isinstance(recipe, ExpertSetRecipe):
             try:
                 own = check_recipe(moe_trunk(recipe) if isinstance(recipe, MoeRecipe) else recipe).problems
-            except UserError as failure:
+            except PlanError as failure:
                 own = failure.problems
         problems = (*refused, *own, *absences, *rest)
         return _Look(None, in_order(self.placed(recipe, problems)), error)

@@ -299,9 +299,7 @@ class Run:
         return {
             "numerics": pool.numerics,
             "versions": versions.file_versions(self._held),
-            "companions": [[key, contents or version] for key, version in companions or ()]
-            if companions
-            else companions,
+            "companions": companions and [[key, contents or version] for key, version in companions],
             **versions.condition_of(versions.commits_taken(self._sources)),
         }
 
