@@ -1,7 +1,6 @@
 """raymerge merges large language models: verified checkpoints, bounded memory, the same bytes at any scale.
 
-Names are imported lazily, so that ``import raymerge`` costs nothing.
-"""
+Names are imported lazily, so that ``import raymerge`` costs nothing."""
 
 from __future__ import annotations
 

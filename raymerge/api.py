@@ -75,8 +75,7 @@ def verify_load(
 
     Raises:
         OptionError: invalid address, or ``scratch`` is not writable.
-        CheckpointError: the remote checkpoint cannot be read.
-    """
+        CheckpointError: the remote checkpoint cannot be read."""
     free, place = free_memory(), str(place_of(path, RunOptions()))
     limit = free if memory is None else min(memory, free)
     with copy_to_load(place, memory=limit, scratch=scratch) as (root, lack):
@@ -94,8 +93,7 @@ def replay(path: str | Path, sources: Mapping[str, str] = _NOWHERE) -> ReplayVer
     """Derive the provenance of a checkpoint again from its recipe and sources, and compare; reads its bytes.
 
     Nothing is downloaded: Hub models must be in the local cache. ``sources`` gives the present places of
-    sources by their names in the recipe. OptionError for an invalid address.
-    """
+    sources by their names in the recipe. OptionError for an invalid address."""
     return replay_checkpoint(place_of(path, RunOptions()), sources)
 
 
@@ -103,8 +101,7 @@ def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Compari
     """Compare two checkpoints, byte by byte and by numbers, whatever their files and layouts.
 
     ``threads`` tensors at once; None for the number of cores, at most 8. Raises CheckpointError if one is
-    absent, broken or unsupported, OptionError for invalid ``threads``.
-    """
+    absent, broken or unsupported, OptionError for invalid ``threads``."""
     if threads is not None and threads < 1:
         what = f"{threads} threads cannot compare anything."
         raise OptionError(Problem("--threads", what, "Give 1 or more, or leave it out."))
@@ -114,8 +111,7 @@ def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Compari
 
 def inspect(path: str | Path) -> Inspection:
     """The contents of a directory or Hub model (with or without revision), from headers. Raises
-    CheckpointError if it is absent, broken or unsupported.
-    """
+    CheckpointError if it is absent, broken or unsupported."""
     return inspect_checkpoint(_opened(path))
 
 
@@ -198,8 +194,7 @@ def plan(recipe: RecipeLike) -> Plan:
     Raises:
         RecipeError: the recipe is not valid, with the problems of its models too; or the file holds several
             (see ``plan_all``).
-        PlanError: recipe and sources fit too badly for a plan, or it merges adapters.
-    """
+        PlanError: recipe and sources fit too badly for a plan, or it merges adapters."""
     draft = _draft(recipe)
     return plan_all(recipe if draft.problems else _only(draft.recipes))[0]
 
@@ -209,8 +204,7 @@ def plan_all(recipes: RecipesLike) -> tuple[Plan, ...]:
 
     Raises:
         RecipeError: the recipes are invalid or inconsistent.
-        PlanError: as ``plan``, or a merge that others use has problems; with the problems of all merges.
-    """
+        PlanError: as ``plan``, or a merge that others use has problems; with the problems of all merges."""
     return tuple(merge.plan for merge in plan_for(recipes, "merged"))
 
 
@@ -220,8 +214,7 @@ def plan_for(
     """The merges of ``plan_all`` with their sources; raises the same errors.
 
     ``output`` decides where intermediate results lie unless the options do; an unfinished run there fixes the
-    commits of Hub models.
-    """
+    commits of Hub models."""
     draft = _draft(recipes)
     chosen = options or RunOptions()
     place = place_of(output, chosen)
@@ -271,8 +264,7 @@ def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
     """The recipe that converts one model to other formats, for ``plan`` and ``submit``.
 
     ``to`` is a format of ``out_format``, or several ``SELECTOR:FORMAT`` of which the first that matches a
-    tensor holds; a selector is a role or a glob. RecipeError with all faults.
-    """
+    tensor holds; a selector is a role or a glob. RecipeError with all faults."""
     return conversion_recipe(str(model), (to,) if isinstance(to, str) else to)
 
 
@@ -297,8 +289,7 @@ def merge_adapters(
         PlanError: the recipe does not fit these adapters; all reasons.
         NonFiniteError: a factor has NaN or infinity.
         TargetError: something is at the output place that is not to be replaced.
-        RaymergeError: as ``submit``.
-    """
+        RaymergeError: as ``submit``."""
     began = time.monotonic()
     draft = _draft(recipe)
     if draft.problems:
@@ -344,8 +335,7 @@ def audit(
     samples of every tensor, recomputed from the sources by an independent slow path, on CPUs.
 
     Raises:
-        RaymergeError: the audit failed. Problems of the checkpoint are in the verdict.
-    """
+        RaymergeError: the audit failed. Problems of the checkpoint are in the verdict."""
     chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or (lambda _: None)
     prepared = Audit(place_of(path, chosen), audit_options or AuditOptions(), chosen, on_event=emit)
     if not prepared.num_parts:

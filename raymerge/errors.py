@@ -1,8 +1,7 @@
 """The error tree, and problems: where, what, what was expected and what to do.
 
 Exit codes: 0 done, 1 a bug in raymerge, 2 the user must change something, 3 incomplete but resumable.
-Those that correspond to a builtin error inherit it, so that callers may catch either.
-"""
+Those that correspond to a builtin error inherit it, so that callers may catch either."""
 
 from __future__ import annotations
 

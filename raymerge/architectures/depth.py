@@ -1,8 +1,7 @@
 """Rewrites what a config says of its layers for a new stack of layers.
 
 Every per-layer field is read from the config of the layer's own model. The result takes the donor's form, or
-a list where that form cannot express it.
-"""
+a list where that form cannot express it."""
 
 from __future__ import annotations
 

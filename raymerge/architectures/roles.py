@@ -2,8 +2,7 @@
 
 The canonical spelling of experts is ``{block}.experts.{e}.{gate,up,down}_proj.weight`` with a block ending in
 ``mlp``; that of a router ``{block}.gate.weight``, and of its selection bias
-``{block}.gate.e_score_correction_bias``. Other tensors keep their names but for the family's renames.
-"""
+``{block}.gate.e_score_correction_bias``. Other tensors keep their names but for the family's renames."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """LoRA adapters as peft saves them: which factors belong to which module, and what is saved whole.
 
 Config and headers only; nothing of the data is read. Papers: LoRA 2106.09685, rsLoRA 2312.03732, DoRA
-2402.09353.
-"""
+2402.09353."""
 
 from __future__ import annotations
 

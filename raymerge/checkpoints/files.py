@@ -1,7 +1,6 @@
 """Which files of a directory hold the weights, and which others are copied or left out.
 
-Every file other than weights is a companion, is left out by a named rule, or holds weights without a rule.
-"""
+Every file other than weights is a companion, is left out by a named rule, or holds weights without a rule."""
 
 from __future__ import annotations
 

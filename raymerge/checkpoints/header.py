@@ -1,7 +1,6 @@
 """Safetensors headers: read as untrusted input, and made from metadata.
 
-Layout: 8 bytes little-endian length, that many bytes of JSON, then the data without holes.
-"""
+Layout: 8 bytes little-endian length, that many bytes of JSON, then the data without holes."""
 
 from __future__ import annotations
 

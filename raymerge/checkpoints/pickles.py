@@ -5,8 +5,7 @@ torch reads the description with its safe loader, without data; the archive's di
 the storages lie.
 
 A pickle of a few hundred bytes can describe 2**40 values by nesting shared tuples (hashing one visits
-all), or a million levels, which overflows the stack. So extents are checked before anything is built.
-"""
+all), or a million levels, which overflows the stack. So extents are checked before anything is built."""
 
 from __future__ import annotations
 

@@ -122,8 +122,7 @@ class Checkpoint(Holding):
     as_stored: Mapping[str, StoredTensor] | None = None
     contents: str = ""
     """Digest of all file contents, for an intermediate of a chain of merges, which is reproducible; "" where
-    only file versions are known.
-    """
+    only file versions are known."""
 
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Stored shapes of packed integers by tensor name, as far as read; empty where there are only headers."""

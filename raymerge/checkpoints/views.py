@@ -2,8 +2,7 @@
 
 Experts are published separately, stacked ``[E, 2F, d]``, transposed, interleaved or flattened; a view
 locates one projection of one expert, so that arithmetic is always on ``[out, in]`` matrices. E: experts, P:
-projections stored together, F: rows of one projection, d: its columns.
-"""
+projections stored together, F: rows of one projection, d: its columns."""
 
 from __future__ import annotations
 

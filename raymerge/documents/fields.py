@@ -1,8 +1,7 @@
 """Fields of documents: maps with known keys, values of each type, and faults by path.
 
 Readers and validators raise ``FaultError``, which pydantic propagates; every level adds its step to the
-paths.
-"""
+paths."""
 
 from __future__ import annotations
 

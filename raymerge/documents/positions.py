@@ -1,8 +1,7 @@
 """YAML text to plain data with source positions, secrets in it refused; and plain data to YAML text.
 
 Only maps, lists, texts, numbers, booleans and null: no tags, no code, and a bound on the expansion of
-aliases.
-"""
+aliases."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Makes the rows of gathered inputs in float32: adds products, places rows, takes means.
 
 Every row is computed alike for any tile and any number of threads: products of matrices and sums over rows
-are taken in groups of ROW_GROUP stored rows, with one thread; the rest is element by element.
-"""
+are taken in groups of ROW_GROUP stored rows, with one thread; the rest is element by element."""
 
 from __future__ import annotations
 

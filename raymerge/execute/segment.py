@@ -6,8 +6,7 @@ Several lanes get and free memory of all sizes side by side. What they free stay
 pieces that the next tile often does not fit into: without a word it comes to two or three times of what is in
 use at once.
 
-Before the first segment everything is made ready that the plan's methods compute with.
-"""
+Before the first segment everything is made ready that the plan's methods compute with."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 On a processor they are where they are wanted. On a GPU every lane has three streams: one copies loads there
 from page-locked memory, one computes, one copies results back, so that all three go on at once and several
 tiles are under way. Events keep the order: nothing is read before it has arrived, and no memory is used again
-before what was in it has left.
-"""
+before what was in it has left."""
 
 from __future__ import annotations
 

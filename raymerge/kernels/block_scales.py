@@ -6,8 +6,7 @@ conversion of e4m3 twenty times. Codes of 4 bits are two to a byte, the first in
 Matrices are [rows, columns]; a block is ``height`` rows by ``width`` columns, ragged at the right and the
 lower edge, and grids are [scale rows, blocks of a scale row]. Where codes are two to a byte, blocks and
 matrix have an even number of columns. Each row of a block is a slice of its own, which the compiler needs to
-vectorise.
-"""
+vectorise."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class Loops(NamedTuple):
     """Loops for one kind of code, for matrices without gaps.
 
     Codes are [rows, columns] or, of 4 bits, [rows, columns / 2]; steps, which codes are multiplied by,
-    [scale rows, blocks]; values float32 [rows, columns].
-    """
+    [scale rows, blocks]; values float32 [rows, columns]."""
 
     decode: Callable[[Codes, Floats, int, int, Floats], None]
     """(codes, steps, height, width, values): write elements times the steps of their blocks."""
@@ -225,8 +223,7 @@ def int4_grids(
     blocks], zeros at first, and left so where there is none.
 
     A block is one row of ``width`` columns, an even number; ``largest`` [rows, blocks] has its largest
-    magnitude; ``near`` is the largest relative difference from the multiple.
-    """
+    magnitude; ``near`` is the largest relative difference from the multiple."""
     for row in range(values.shape[0]):
         for block in range(grids.shape[1]):
             most = largest[row, block]
@@ -310,8 +307,7 @@ def combine_and_encode(
         scales: whether they are powers of two, and whether they are stored in bfloat16 rather than float32.
 
     Returns:
-        Whether all is finite, else nothing counts; sums of squares of what encoding changed, and of all.
-    """
+        Whether all is finite, else nothing counts; sums of squares of what encoding changed, and of all."""
     (rows, columns), (height, width) = out.shape, block
     strip = min(columns, width * max(1, STRIP // width))
     scratch, made = (

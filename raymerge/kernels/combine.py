@@ -2,8 +2,7 @@
 
 ``raymerge.methods.combine`` and ``nearswap`` have the formulas' reasons. Vectors, base, origin and result are
 all float32, or all stored bfloat16 (uint16). Factors are float64, rounded once. ``out`` is ``[n]``;
-``places`` are the offsets of the vectors in the memory ``vectors``; ``coefficients`` are ``[N]``.
-"""
+``places`` are the offsets of the vectors in the memory ``vectors``; ``coefficients`` are ``[N]``."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ float32 decides whether it is above a level: the sum of squared differences of a
 deltas, is its square but for a small relative rounding error. Elements closer to the level are computed one
 by one, so no result depends on that sum.
 
-The number of sources is the length of tuples, as in ``raymerge.kernels.elect``.
-"""
+The number of sources is the length of tuples, as in ``raymerge.kernels.elect``."""
 
 from __future__ import annotations
 

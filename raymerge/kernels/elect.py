@@ -192,8 +192,7 @@ def _trim(
     """Write the source's terms, 0 where an element is dropped, and add them to the votes.
 
     A product, not a choice: NaN must reach the result even where it is dropped, and infinity makes one there.
-    The few elements tied at a threshold come last, one by one.
-    """
+    The few elements tied at a threshold come last, one by one."""
     above, tied = levels.above[2 * source], levels.tied[2 * source]
     over, level = levels.above[2 * source + 1], levels.tied[2 * source + 1]
     terms, votes, flags = scratch.terms[source], scratch.votes, scratch.finder.flags

@@ -1,8 +1,7 @@
 """Stored elements, bfloat16 or float32, to float32 and back.
 
 Loops that call these are compiled for each element type. bfloat16 comes as uint16 patterns, widened on the
-way into the arithmetic: float32 copies of the inputs would take as long again as the rest.
-"""
+way into the arithmetic: float32 copies of the inputs would take as long again as the rest."""
 
 # ruff: noqa: ARG001, ARG005 - all forms of a function have the same arguments
 

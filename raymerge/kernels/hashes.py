@@ -1,8 +1,7 @@
 """The hash behind all masks: one 64-bit number for each pair of neighbouring elements, half for each.
 
 SplitMix64's finaliser over a Weyl sequence, with a second half of the key between its rounds;
-raymerge/methods/random.py has it in torch, with its source.
-"""
+raymerge/methods/random.py has it in torch, with its source."""
 
 from __future__ import annotations
 

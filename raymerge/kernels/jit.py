@@ -27,8 +27,7 @@ def compiled(function: _Function) -> _Function:
     """Compile a function when first called, once for each combination of argument types.
 
     Releases the GIL. Divisions by zero follow IEEE 754. Additions keep their order: nothing lets the compiler
-    reorder or fuse them.
-    """
+    reorder or fuse them."""
     return _compiled(function)
 
 
@@ -57,8 +56,7 @@ def by_type(declared: Callable[..., object]) -> Callable[[_Function], _Function]
     function's argument types and returns the function for them.
 
     Inlining is left to LLVM: numba loses variables where it inlines such a function into a loop that has
-    others inlined.
-    """
+    others inlined."""
     return cast(Callable[[_Function], _Function], overload(declared, strict=False))
 
 
@@ -96,8 +94,7 @@ class _CodeFiles:
     numba numbers its files in an index, and checks the function's own source file alone. After a half-failed
     write, or two at once, a number led to code of an older release or of other types; and a loop kept the old
     form of a callee in another file. Here a file's name has all that its code depends on, and its first bytes
-    prove it complete.
-    """
+    prove it complete."""
 
     def __init__(self, directory: Path, stem: str) -> None:
         self._directory = directory

@@ -2,8 +2,7 @@
 
 Differences of 16-bit numbers have few magnitudes, a few hundred in a row of thousands, so counting gives
 their ranks. Other rows need a sort: a map from magnitude to bucket that fits most rows leaves about one
-element for every two buckets, and insertion sort finishes. Where that costs too many moves, radix sort.
-"""
+element for every two buckets, and insertion sort finishes. Where that costs too many moves, radix sort."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def sparsify_rows(delta: NDArray[np.float32], ranks: NDArray[np.int64], out: NDA
     Ranks are from 0 for the smallest magnitude; ties by index, and NaN is the largest. ``delta`` ``[n]`` is
     whole rows, each of fewer than 2**32 elements. ``ranks`` ``[row length]`` has in the upper half the
     largest number with which the element of that rank is kept, in the lower one the bits of its factor.
-    ``out`` ``[n]`` has, as int32, the elements' numbers, which are overwritten.
-    """
+    ``out`` ``[n]`` has, as int32, the elements' numbers, which are overwritten."""
     length, numbers = ranks.size, out.view(np.int32)
     order, spare = np.zeros(length, np.uint64), np.empty(length, np.uint64)
     counts = np.empty(min(2 * length, _MOST_BUCKETS) + 1, np.uint32)

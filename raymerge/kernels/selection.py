@@ -92,8 +92,7 @@ def count(
 
     ``source`` and ``base`` are ``[n]``; a float32 source is the delta itself. There are one or two ``bins``,
     not over all patterns, for which there is ``count_all``; ``counts`` and ``above`` (magnitudes not below
-    ``high``) are added to.
-    """
+    ``high``) are added to."""
     finder = make_finder()
     for begin in range(0, source.size, RUN):
         sources, bases, over = source[begin : begin + RUN], base[begin : begin + RUN], np.uint32(0)
@@ -150,8 +149,7 @@ def places(finder: Finder) -> int:
     """Write the indices of set flags into ``indices``, in no order; returns their number.
 
     Eight words of eight flags are packed into one word. Most are empty, and others have a few flags: that
-    many indices are written for each word, since a branch for each would be mispredicted.
-    """
+    many indices are written for each word, since a branch for each would be mispredicted."""
     eights, words, indices = finder.flags.view(np.uint64), finder.words, finder.found
     for i in range(words.size):
         word = np.uint64(0)

@@ -3,8 +3,7 @@
 A run of elements is kept as float64 in first-level cache while all products of it are taken, and each product
 is folded to a few lanes in registers. Elements are reached through slices, whose indices cannot be negative:
 possibly negative ones prevent vectorising. Stored bfloat16 (uint16) becomes float64 a run at a time: float32
-copies of pieces would cost up to a third more.
-"""
+copies of pieces would cost up to a third more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Adapters merged into one, on the products of their factors.
 
-The base of every change is zero: a module that an adapter lacks is unchanged by it.
-"""
+The base of every change is zero: a module that an adapter lacks is unchanged by it."""
 
 from __future__ import annotations
 
@@ -274,8 +273,7 @@ def _units(tasks: Iterable[Task]) -> tuple[tuple[Task, ...], ...]:
 @dataclass(frozen=True, slots=True)
 class CombineWork:
     """``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the
-    rank. ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
-    """
+    rank. ``ties`` and the ``dare`` methods look at single elements, so they materialise each product."""
 
     recipe: Recipe
     adapters: tuple[Adapter, ...]
@@ -572,8 +570,7 @@ def _layer(name: str) -> int | None:
 
 def _binding(recipe: Recipe, method: Method, modules: Iterable[str]) -> Callable[[str], Settings]:
     """What gives the method's parameters for a tensor of the model, with the keys of its random masks, as in
-    a merge of models. It raises BindError, as this does, where a parameter has no value or an invalid one.
-    """
+    a merge of models. It raises BindError, as this does, where a parameter has no value or an invalid one."""
     sources = range(len(recipe.models))
     last = max((layer for name in modules if (layer := _layer(name)) is not None), default=0)
     members = tuple(

@@ -48,8 +48,7 @@ from raymerge.storage.store import ReadStore
 
 Form = Literal["linear", "embedding", "bias", "whole", "out"]
 """``linear`` and ``embedding``: as factors; ``bias``: saved beside a module that has factors; ``whole``: the
-module is saved as it is; ``out``: left out.
-"""
+module is saved as it is; ``out``: left out."""
 Embeddings = Literal["adapter", "full", "skip"]
 Rest = Literal["full", "skip"]
 """What factors cannot express: saved whole, or left out."""
@@ -102,8 +101,7 @@ def expert_group(path: str) -> str:
 def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
     """The form of each module of ``base``, in name order.
 
-    Modules without a selected tensor are absent; partly selected ones have the selected tensors.
-    """
+    Modules without a selected tensor are absent; partly selected ones have the selected tensors."""
     rules = rules_of(base.config)
     reader = NameReader(rules, stacks=stacks(base.tensors, base.config))
     members: dict[str, list[str]] = {}
@@ -127,8 +125,7 @@ def compare(
 ) -> list[Problem]:
     """What keeps an adapter from expressing the changes of these modules.
 
-    Decided from headers, and the bytes of a head that only ``model`` has.
-    """
+    Decided from headers, and the bytes of a head that only ``model`` has."""
     if quantised := [*_quantised(model, modules), *_quantised(base, modules)]:
         return quantised
     problems = list(_lonely(model, base, selection))
@@ -265,8 +262,7 @@ def extract_lora(
     weights and their decomposition.
 
     Raises CheckpointError for a model that cannot be read, PlanError where the models do not match, are equal
-    or differ in what an adapter cannot express, NonFiniteError, OptionError, and TargetError.
-    """
+    or differ in what an adapter cannot express, NonFiniteError, OptionError, and TargetError."""
     problems: list[Problem] = []
     new, old = (attempt(problems, partial(open_named_model, str(each))) for each in (model, base))
     if new is None or old is None:
@@ -382,8 +378,7 @@ class _Extractor:
 
     def _difference(self, name: str) -> float | None:
         """Squared norm of a tensor's change; None for no change, 0 for another shape. Raises NonFiniteError
-        for NaN or infinity in one model and not the same bytes in the other.
-        """
+        for NaN or infinity in one model and not the same bytes in the other."""
         new, old = self.model.tensors.get(name), self.base.tensors[name]
         if new is None:
             return None

@@ -66,8 +66,7 @@ def read_pieces(store: ReadStore, tensor: StoredTensor) -> Iterator[bytes]:
 
 def factorise(matrix: torch.Tensor, limits: Limits, *, where: str) -> Factors:
     """The factors of largest energy under ``limits``, by an exact SVD. Both sides get the square roots of the
-    singular values, so that neither is much larger. Raises NonFiniteError.
-    """
+    singular values, so that neither is much larger. Raises NonFiniteError."""
     check_finite(matrix, where)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     return _cut(left, values, right, limits)
@@ -94,8 +93,7 @@ def squared_difference(
 ) -> float | None:
     """Squared distance of two tensors of one shape, or None where their elements are equal.
 
-    0 for unequal bytes of a dtype other than plain floats.
-    """
+    0 for unequal bytes of a dtype other than plain floats."""
     is_equal, total = True, 0.0
     are_numbers = one.dtype.is_mergeable and other.dtype.is_mergeable
     # A multiple of 8 elements is a whole number of bytes in every dtype.

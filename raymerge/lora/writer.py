@@ -53,8 +53,7 @@ def write_adapter(
     root: Path, tensors: Sequence[StoredTensor], facts: AdapterFacts, ranks: Mapping[str, int], *, name: str
 ) -> int:
     """Write weights and config of an adapter from tensors in files of the directory ``root``, durably, and
-    reopen it; returns the bytes of the weights. ``ranks`` are those of its modules.
-    """
+    reopen it; returns the bytes of the weights. ``ranks`` are those of its modules."""
     layout = lay_out([TensorSpec(each.name, each.dtype, each.shape) for each in tensors])
     origins = {each.name: each for each in tensors}
     with LocalStore(root) as store:
@@ -80,8 +79,7 @@ def as_stored(tensor: torch.Tensor, dtype: DType) -> memoryview:
 
 class AdapterWriter:
     """Collects tensors beside the output place, and renames the finished directory into it; what is not
-    published is removed on exit.
-    """
+    published is removed on exit."""
 
     def __init__(self, output: Path) -> None:
         self._shown = output
@@ -124,8 +122,7 @@ class AdapterWriter:
 
     def publish(self, facts: AdapterFacts) -> Adapter:
         """Write the files, reopen them as an adapter, and rename the directory into place. Raises TargetError
-        if that has been filled meanwhile.
-        """
+        if that has been filled meanwhile."""
         self._spool.flush()
         write_adapter(self._root, tuple(self._tensors.values()), facts, self.ranks, name=str(self._shown))
         self._spool.close()
@@ -173,8 +170,7 @@ def _config(facts: AdapterFacts, ranks: Mapping[str, int]) -> dict[str, Any]:
 def _exceptions(ranks: Mapping[str, int], largest: int) -> dict[str, int]:
     """``rank_pattern``: modules of smaller rank, and those that another module's pattern would match.
 
-    A pattern matches every path that ends in it and the first match counts: longer ones go first.
-    """
+    A pattern matches every path that ends in it and the first match counts: longer ones go first."""
     smaller = {module for module, rank in ranks.items() if rank != largest}
     caught = {module for module in ranks if not smaller.isdisjoint(_ends(module))}
     order = sorted(smaller | caught, key=lambda module: (-len(module), module))

@@ -1,8 +1,7 @@
 """Proves from a plan's tables alone that it can be carried out: every byte made once, nothing unaccounted.
 
 Used on every built plan, where a contradiction is a bug, and on every loaded one, where it may be damage. All
-checks look at whole columns, so that a plan of 140,000 tensors is proved in about a second.
-"""
+checks look at whole columns, so that a plan of 140,000 tensors is proved in about a second."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def check_plan(plan: Plan) -> tuple[Problem, ...]:
     """What in a plan contradicts itself, or nothing.
 
     A plan that has problems of its own is incomplete by right; its dispositions are then checked for what
-    they say, not for what is missing.
-    """
+    they say, not for what is missing."""
     broken = tuple(_form_problems(plan))
     if broken:
         return broken

@@ -101,8 +101,7 @@ class Plan:
         """This plan, if nothing stands in the way.
 
         Raises:
-            PlanError: with every problem.
-        """
+            PlanError: with every problem."""
         if self.problems:
             raise PlanError(self.problems)
         return self
@@ -117,8 +116,7 @@ def make_plan(
 def digest(manifest: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> str:
     """Hex blake2b over canonical values; independent of how Arrow chunks or encodes them.
 
-    The recipe counts by what it says: its comments and layout change no byte of a tensor.
-    """
+    The recipe counts by what it says: its comments and layout change no byte of a tensor."""
     content = {key: value for key, value in manifest.items() if key != "recipe_text"}
     hasher = hashlib.blake2b(digest_size=20)
     hasher.update(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

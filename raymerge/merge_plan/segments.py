@@ -1,8 +1,7 @@
 """Shards, and segments: the contiguous byte ranges of shards that workers take.
 
 Cuts depend on the plan alone, never on the number of workers, so that a run can be resumed with another
-number.
-"""
+number."""
 
 from __future__ import annotations
 

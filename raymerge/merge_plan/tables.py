@@ -79,8 +79,7 @@ def _numbered(values: Iterable[_T | None]) -> tuple[list[_T], list[int]]:
     """The distinct values in order of first use, and for each value its number; -1 for None.
 
     What follows one another mostly is one object, which must live on: it is then not hashed again, which for
-    a gather may be 100,000 runs.
-    """
+    a gather may be 100,000 runs."""
     known: dict[_T, int] = {}
     by_object: dict[int, int] = {}
     numbers: list[int] = []
@@ -157,8 +156,7 @@ def load_plan(directory: Path) -> Plan:
     """Read what ``save_plan`` wrote and check that it is whole and that every invariant of a plan holds.
 
     Raises:
-        PlanError: a table is missing, of another format or changed, or the plan contradicts itself.
-    """
+        PlanError: a table is missing, of another format or changed, or the plan contradicts itself."""
     try:
         manifest = load_json(_content(directory / "manifest.json"))
         stated = manifest.pop("digest")
@@ -208,8 +206,7 @@ def _is_packed(message: pyarrow.ipc.Message) -> bool:
     """Whether buffers of a record batch are compressed: a few of their bytes could become gigabytes.
 
     Only the flatbuffer that describes it tells. There, field 2 of a message is the batch, and field 4 where
-    old releases said it; field 3 of a batch is where new ones do.
-    """
+    old releases said it; field 3 of a batch is where new ones do."""
     if message.type != "record batch":
         return False
     description = message.metadata.to_pybytes()

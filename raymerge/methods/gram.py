@@ -2,8 +2,7 @@
 
 Such numbers follow from the inner products of the sources (their Gram matrix): the norm of ``sum a_i X_i`` is
 the root of ``sum a_i a_j <X_i, X_j>``. One pass gathers these, all that follows runs on a few float64
-numbers, and a second pass adds up.
-"""
+numbers, and a second pass adds up."""
 
 from __future__ import annotations
 

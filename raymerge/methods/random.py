@@ -5,8 +5,7 @@ neighbours shares one 64-bit hash: an element's number, from 0 to 2**32 - 1, is 
 index and the upper half at an odd one. It is kept if its number is below density * 2**32, rounded up: a
 density above 0 keeps one element in 2**32 at least, and one within 2**-32 of 1 keeps all.
 
-One key must not serve a mask and numbers, or normal and uniform numbers: they share the hash.
-"""
+One key must not serve a mask and numbers, or normal and uniform numbers: they share the hash."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ then the lanes. Pieces are added one after the other, the last padded with zeros
 Each row is a vector by itself: what else is in the tile cannot change it. Columns are folded in groups of
 ROW_GROUP rows, which no tile cuts, and group after group, the last padded with zeros.
 
-``raymerge.kernels.sums`` has the loops for the CPU; the forms in torch serve all devices.
-"""
+``raymerge.kernels.sums`` has the loops for the CPU; the forms in torch serve all devices."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Methods on the singular values of deltas: iso_c (arXiv 2502.04959) and tsv_m (arXiv 2412.00081).
 
 A tensor of two or more dimensions is the matrix of its first dimension by all others. Deltas of vectors are
-averaged, as in both papers.
-"""
+averaged, as in both papers."""
 
 from __future__ import annotations
 

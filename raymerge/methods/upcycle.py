@@ -1,8 +1,7 @@
 """A dense feed-forward matrix as one expert of a mixture: some neurons redrawn, noise added, scaled.
 
 Redrawn neurons are those of Drop-Upcycling (Nakamura et al., ICLR 2025, arXiv 2502.19261), the same for all
-matrices with one ``neuron_key``.
-"""
+matrices with one ``neuron_key``."""
 
 from __future__ import annotations
 

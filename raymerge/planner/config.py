@@ -1,8 +1,7 @@
 """The output's ``config.json``, decided with the plan: dtype, tie flag, layer counts, quantisation tables.
 
 A new ``quantization_config`` has the fields that publishers write: DeepSeek-V3 for block FP8, gpt-oss for
-MXFP4, and for the others compressed-tensors, as in Kimi-K2-Thinking (INT4).
-"""
+MXFP4, and for the others compressed-tensors, as in Kimi-K2-Thinking (INT4)."""
 
 from __future__ import annotations
 

@@ -136,8 +136,7 @@ def explain(
 ) -> Explanation:
     """Explain a plan, which may have problems, for the budget of ``memory``.
 
-    ``problems`` of run options and stages are listed with the plan's.
-    """
+    ``problems`` of run options and stages are listed with the plan's."""
     holders = holdings(sources)
     donor = int(plan.manifest["donor"])
     # A merge of single files has no config that a source could give.
@@ -187,8 +186,7 @@ def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
 def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int], list[int]]]:
     """Expressions of each tensor, those that make it, and its sources: distinct, by first use.
 
-    Scales are made by the expressions of their codes.
-    """
+    Scales are made by the expressions of their codes."""
     origins = plan["inputs"].column("source").to_pylist()
     makings: dict[int, tuple[dict[int, None], dict[int, None], dict[int, None]]] = {}
     columns = ("tensor", "expression", "first_input", "num_inputs", "copy_of", "made_with")

@@ -1,8 +1,7 @@
 """Checks a recipe's methods and parameters before any model is opened: unknown names and bad values.
 
 Each problem is reported once. To let planning go on and find the rest, a misspelled parameter is then taken
-for the most similar one, and an impossible value is replaced.
-"""
+for the most similar one, and an impossible value is replaced."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Storage, links, threads and cores are each busy for so many bytes or seconds over their speed; no run is
 shorter than the busiest of them (a roofline). A segment alone takes the sum D of reading, computing, writing.
 With K segments in flight, N of them take ``N (D + (K - 1) B) / K`` at most, B the busiest one's time for a
-segment (Zahorjan et al.: Balanced job bound analysis of queueing networks, CACM 1982).
-"""
+segment (Zahorjan et al.: Balanced job bound analysis of queueing networks, CACM 1982)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Provenance is what a checkpoint was made of, by what, and what came out, tensor by tensor. Two equal merges
 have equal provenance, byte by byte: it does not depend on time or number of workers, and on the place of
 sources only by what the Hub knows of them, a commit and SHA-256. Everything else goes into the story of the
-run, a file of its own.
-"""
+run, a file of its own."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ successor. With the same plan it writes the same bytes to the same places; with 
 directory that is no longer used, or the store refuses. Before publishing it checks who holds the place.
 
 A request to stop is left at the output place from any machine that sees it. It names the process that is
-asked, so that no later run heeds it.
-"""
+asked, so that no later run heeds it."""
 
 from __future__ import annotations
 

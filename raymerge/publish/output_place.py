@@ -1,6 +1,5 @@
 """What lies at an output's place, and what of it may be deleted with a checkpoint: what its record lists;
-without a record, files of the usual names.
-"""
+without a record, files of the usual names."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ file systems reuse them.
 The ledger, written by the driver, alone says what is done: durable segments or units, and marks of published
 files. On the journal, events as JSON lines for whoever asks how a run goes or went, nothing depends, so what
 cannot be written is left out. For an output in an object store it has a thread and a connection of its own:
-nothing waits for it, and refused writes are tried again seconds later.
-"""
+nothing waits for it, and refused writes are tried again seconds later."""
 
 from __future__ import annotations
 

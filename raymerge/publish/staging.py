@@ -5,8 +5,7 @@ digest, and gets a new mark each time it is begun. A worker with this mark write
 places, so one that was given up and goes on is harmless; one with another mark writes nothing.
 
 Object stores cannot rename: shards are written under their final names. Small files grow in a local control
-directory and are mirrored below the place's run record, so that any machine can resume the run.
-"""
+directory and are mirrored below the place's run record, so that any machine can resume the run."""
 
 from __future__ import annotations
 

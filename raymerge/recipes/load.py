@@ -1,8 +1,7 @@
 """From a file, a text or a mapping to a checked recipe; all faults are reported at once.
 
 A recipe that is refused is still read without its faulty parts, so that what follows, such as finding the
-models, can report its problems in the same run.
-"""
+models, can report its problems in the same run."""
 
 from __future__ import annotations
 

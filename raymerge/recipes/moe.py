@@ -318,8 +318,7 @@ def trunk_recipe(recipe: MoeRecipe, per_model: Collection[str]) -> Recipe:
     """The recipe of a mixture's trunk, with the positions of the mixture's recipe.
 
     ``per_model`` parameters are written at the models, so that an unlisted base gets none: it gives names, no
-    weights.
-    """
+    weights."""
     sources = dict.fromkeys(expert.source_model for expert in recipe.experts)
     trunk = recipe.trunk or Trunk(merge_method="passthrough", models=(ModelEntry(model=recipe.base_model),))
     models = trunk.models or tuple(ModelEntry(model=source) for source in sources)

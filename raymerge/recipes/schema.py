@@ -332,8 +332,7 @@ class ModuleEntry(_Part):
 class Recipe(Document):
     """A merge. Every field can change output bytes unless its docstring says otherwise.
 
-    Python callers may build it from plain values; a text also gives positions for messages.
-    """
+    Python callers may build it from plain values; a text also gives positions for messages."""
 
     shape: ClassVar[str] = "a map like {merge_method: linear, models: [...]}"
     advice: ClassVar[Mapping[str, str]] = _RECIPE_ADVICE

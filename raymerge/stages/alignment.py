@@ -3,8 +3,7 @@
 Matching has two stages (arXiv 2509.11348): experts first, by features that do not depend on the order of
 neurons; then the neurons of each pair, by their weights. Both are assignments of least total cost. Costs are
 float64, rounded to a grid far above the rounding of their sums, so that no choice depends on threads or
-devices. Of several best orders, one that moves least is taken.
-"""
+devices. Of several best orders, one that moves least is taken."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Places as text: local paths, and addresses of stores. The only module that knows schemes.
 
 A place in an object store carries its ``StoreOptions`` as its query
-(``s3://bucket/prefix?region=eu-west-1``), so that any process can open it; ``shown`` leaves them out.
-"""
+(``s3://bucket/prefix?region=eu-west-1``), so that any process can open it; ``shown`` leaves them out."""
 
 from __future__ import annotations
 

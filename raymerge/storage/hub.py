@@ -1,6 +1,5 @@
 """Models of the Hugging Face Hub: their addresses, ``hf://org/name[@revision][/directory]``, their files read
-by ranges, and the Hub's local cache.
-"""
+by ranges, and the Hub's local cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Audits parts of an output: all bytes against the ledger, samples of every tensor against the sources; what
-was found, by part and in total.
-"""
+was found, by part and in total."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Two checkpoints compared: tensors byte by byte and by numbers, config, companions.
 
 Each tensor is read in blocks, once; where bytes first differ late in a large tensor, the part before is
-read again for its numbers.
-"""
+read again for its numbers."""
 
 from __future__ import annotations
 

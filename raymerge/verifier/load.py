@@ -3,8 +3,7 @@ one a local copy.
 
 Names and shapes are compared on the meta device, for a model of any size, by transformers' own classes,
 conversions of experts, ties and quantisers. If the weights fit the memory they are loaded as users do, the
-logits of a few tokens must be finite, and a few more are generated.
-"""
+logits of a few tokens must be finite, and a few more are generated."""
 
 from __future__ import annotations
 

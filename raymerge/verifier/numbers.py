@@ -1,8 +1,7 @@
 """Stored numbers in float64, and the distances of numbers to the nearest storable ones.
 
 Written from the definitions of the formats, with numpy: shares nothing with the merge, so that no mistake
-is shared.
-"""
+is shared."""
 
 from __future__ import annotations
 

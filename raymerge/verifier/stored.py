@@ -1,6 +1,5 @@
 """Elements of logical tensors as stored, read in runs as float64: from a plain range, a view into a fused
-tensor, codes with scales, or rows of several matrices with the products of adapters.
-"""
+tensor, codes with scales, or rows of several matrices with the products of adapters."""
 
 from __future__ import annotations
 

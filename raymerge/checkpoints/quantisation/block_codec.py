@@ -12,8 +12,7 @@ Blockwise arithmetic exists in torch, for any device, and in compiled loops for 
 On one core the loops decode FP8 20 times and encode it 10 times as fast; for MXFP4 3 and 20 times.
 
 torch is imported where it computes, since formats are declared beside their codecs and header readers
-need them.
-"""
+need them."""
 
 from __future__ import annotations
 

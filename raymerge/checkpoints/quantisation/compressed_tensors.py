@@ -7,8 +7,7 @@ codes                    scales                          further
 ``X.weight_packed`` I32  ``X.weight_scale``              ``X.weight_shape``
 ``X.weight_packed`` U8   ``X.weight_scale`` F8_E4M3      ``X.weight_global_scale``, ``X.input_global_scale``
 ``X.weight_packed`` U8   ``X.weight_scale`` U8
-======================== =============================== ===========================================
-"""
+======================== =============================== ==========================================="""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What ``config.json`` says of quantisation: the allowed formats, and the modules left unquantised.
 
 Each quantisation method parses its own table into a ``Declared``, reading fields as transformers and
-compressed-tensors do.
-"""
+compressed-tensors do."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ called says each quantisation method by itself.
 What the config says must agree with what is stored. It is certain, and a fault, when a stored format is not
 among those that the config allows, when a module that the config lists as plain is stored as codes, and when
 the config says that weights are quantised and none is. That a plain matrix is not listed is no fault: the
-routers, embeddings and ``eh_proj`` of DeepSeek-V3 are plain, and its config lists nothing.
-"""
+routers, embeddings and ``eh_proj`` of DeepSeek-V3 are plain, and its config lists nothing."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A stored matrix [rows, columns] is covered by a grid of blocks, whose elements share a scale. Blocks at the
 right and lower edge of 8-bit formats may be ragged. The rows of one row of the grid are a scale row: tensors
-are cut only between scale rows.
-"""
+are cut only between scale rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The known quantisation methods.
 
-A new format is a file beside this, and a line here (or in ``compressed_tensors``, if that publishes it).
-"""
+A new format is a file beside this, and a line here (or in ``compressed_tensors``, if that publishes it)."""
 
 from __future__ import annotations
 

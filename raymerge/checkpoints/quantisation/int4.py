@@ -1,8 +1,7 @@
 """INT4: integers from -8 to 7 with a scale for each group, as compressed-tensors packs them.
 
 ``pack-quantized``: eight codes to an I32, and a tensor of the shape, needed where only it gives the number
-of columns.
-"""
+of columns."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """MXFP4: e2m1 codes, of which 32 share a power of two (OCP Microscaling v1.0).
 
 gpt-oss's experts: ``Y_blocks`` U8 [..., rows, blocks, 16] with ``Y_scales`` U8. compressed-tensors'
-``mxfp4-pack-quantized`` (Kimi-K3) packs rows: ``MXFP4_ROWS``, under the same name in recipes.
-"""
+``mxfp4-pack-quantized`` (Kimi-K3) packs rows: ``MXFP4_ROWS``, under the same name in recipes."""
 
 from __future__ import annotations
 

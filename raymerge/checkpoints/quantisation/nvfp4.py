@@ -1,7 +1,6 @@
 """NVFP4: e2m1 codes, of which 16 share a float8 e4m3 scale, and all a divisor, ``weight_global_scale``.
 
-Packed by compressed-tensors (``nvfp4-pack-quantized``).
-"""
+Packed by compressed-tensors (``nvfp4-pack-quantized``)."""
 
 from __future__ import annotations
 

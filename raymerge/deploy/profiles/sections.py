@@ -1,7 +1,6 @@
 """The sections of a profile: run options, stores, clusters, and the pods of KubeRay; and their values.
 
-Readers of values raise ``FaultError``.
-"""
+Readers of values raise ``FaultError``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The target kubernetes: one RayJob of KubeRay per run; its needs, its state, its pods, its driver's log.
 
 The log comes from the Jobs API of the run's Ray cluster through the proxy of the API server: in HTTPMode it
-is a file of the head, and no pod prints it.
-"""
+is a file of the head, and no pod prints it."""
 
 from __future__ import annotations
 

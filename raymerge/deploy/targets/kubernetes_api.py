@@ -2,8 +2,7 @@
 
 lightkube gives configuration, TLS and credentials, with plugins and rotating tokens. Requests are made here:
 lightkube's own do not ask for strict validation, without which a server drops unknown fields, and do not
-reach a service through the server's proxy.
-"""
+reach a service through the server's proxy."""
 
 from __future__ import annotations
 

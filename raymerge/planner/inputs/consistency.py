@@ -1,8 +1,7 @@
 """Whether config and headers agree on sizes, experts and layers.
 
 Only what holds for every architecture is checked. Where a config distinguishes kinds of layers, layers are
-compared within a kind; what a config does not state is not checked.
-"""
+compared within a kind; what a config does not state is not checked."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ A quantised weight and its scale are one logical tensor. Formats with a codec ar
 scales included, but not combined.
 
 Codes are found by dtype, not by a list of formats: integers and narrow floats that share a module with other
-tensors. Names only decide what the format is called.
-"""
+tensors. Names only decide what the format is called."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
     """The format of each quantised tensor, code or scale.
 
     Plain tensors are left out: one that is merely called ``scales``, integers that stand alone, masks, and
-    buffers that loaders recompute.
-    """
+    buffers that loaders recompute."""
     tables = [each for each in quantisation_tables(checkpoint.config) if isinstance(each, Mapping)]
     method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
     integers = _integers(checkpoint)
@@ -113,8 +111,7 @@ def _is_code(tensor: StoredTensor, *, declared: bool) -> bool:
 
 def _is_table(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether wide integers lie beside the plain matrix of their module, as the experts of each token in
-    DeepSeek-V4's routers.
-    """
+    DeepSeek-V4's routers."""
     matrix = tensors.get(f"{tensor.name.rpartition('.')[0]}.weight")
     is_wide = not tensor.dtype.is_narrow_float and tensor.dtype.bits >= _WIDE_BITS
     return is_wide and matrix is not None and matrix.dtype.is_mergeable and len(matrix.shape) > 1

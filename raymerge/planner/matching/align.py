@@ -1,8 +1,7 @@
 """Which layers and tensors meet: spans of layers, and each output tensor's name in every member.
 
 ``models`` is one span over whole models, ``slices`` one span per output slice, ``modules`` a list of either
-per module. An output has the names of the span's lead checkpoint, renumbered when layers are stacked.
-"""
+per module. An output has the names of the span's lead checkpoint, renumbered when layers are stacked."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Layers of several kinds are common (dense and sparse, two types of attention), so no kind is listed here. The
 rule: some single source has layers of every kind that the stack has, with the same tensors and shapes; and
-what stands before and after them has the shapes of the source that gives the config.
-"""
+what stands before and after them has the shapes of the source that gives the config."""
 
 from __future__ import annotations
 
@@ -137,8 +136,7 @@ class ConfigComparison:
     def _unstated(self) -> Iterator[tuple[Source, str, str]]:
         """Fields that only one of the donor and another source states, unless by what a default means.
 
-        Null says no more than a field that is absent.
-        """
+        Null says no more than a field that is absent."""
         donor = self._donor.name
         for rule, ((_, given), *others) in product(field_rules(), self._parts):
             unless = "unless the default is the same, " if rule.verdict == "refuse" else ""
@@ -237,8 +235,7 @@ def check_stacks(
     """Report every source whose slices do not fit those of the others, or the config of the donor.
 
     ``placed`` has the tensors of each module and source. With ``by_token``, rows of embedding and head are
-    matched by token, so that their number may differ.
-    """
+    matched by token, so that their number may differ."""
     for section in sections:
         if section.is_whole:
             continue
@@ -393,8 +390,7 @@ def _whole_of(kind: _Kind, own: _Stacked, others: Sequence[_Stacked]) -> frozens
     """The tensors that a layer would have, had it not lost some; None where nothing is lost.
 
     Fewer tensors than in another layer of the same source are a kind of their own when a second source has
-    such layers too, and a loss when none has.
-    """
+    such layers too, and a loss when none has."""
     mine = _suffixes(kind)
     if any(mine == _suffixes(each) for other in others for each in other.own):
         return None

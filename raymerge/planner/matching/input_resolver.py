@@ -225,8 +225,7 @@ def tensors_of(factor: Factor) -> tuple[StoredTensor, ...]:
 def is_transposed(factor: Factor, shape: tuple[int, ...]) -> bool:
     """Whether ``up @ down`` is the transpose of what is added to a weight of this shape.
 
-    The factor's flag counts only for square weights: elsewhere the shape decides.
-    """
+    The factor's flag counts only for square weights: elsewhere the shape decides."""
     declared = factor.transposed or factor.kind == "embedding"
     return declared if factor.weight_shape == shape else not declared
 
@@ -235,8 +234,7 @@ class _Orientations:
     """Whether weights of linear modules are [out, in] or [in, out], where their shapes do not tell.
 
     peft decides that per module class and ignores the flag in the adapter's file, which records its last
-    decision.
-    """
+    decision."""
 
     def __init__(self, targets: list[tuple[Factor, tuple[int, ...]]], config: Mapping[str, Any]) -> None:
         # A model may hold another: a describer of pictures holds a GPT-2.
@@ -318,8 +316,7 @@ def _kinds(start: str, wrappers: frozenset[str]) -> frozenset[str]:
 def _parted(name: str) -> tuple[str, str, str]:
     """A name split before the word before its first number, and that word.
 
-    Without a number: before its last two words, and these.
-    """
+    Without a number: before its last two words, and these."""
     path = name.split(".")
     number = next((place for place, word in enumerate(path) if word.isdigit()), None)
     at = max(0, len(path) - 2 if number is None else number - 1)

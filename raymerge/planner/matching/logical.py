@@ -2,8 +2,7 @@
 
 A statistic (norm, angle, top-k) is defined on one logical matrix: one projection of one expert. It may be
 stored alone, or as a part of a fused tensor, transposed or interleaved. It is found by its canonical name, so
-that results do not depend on file layout and parents of different layouts merge.
-"""
+that results do not depend on file layout and parents of different layouts merge."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """By which method each tensor is made, and from which sources: the recipe's own, or a rule's.
 
 Spans alone decide names and layout of the output. A rule of ``methods`` changes what is computed for the
-tensors that it matches, never their names.
-"""
+tensors that it matches, never their names."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class MethodAssignment:
     def report_unused(self, replaced: Sequence[Subject] = ()) -> None:
         """Report every rule that matched no tensor: most likely it is misspelled.
 
-        ``replaced`` are tensors that experts take the place of, so that no rule could make them.
-        """
+        ``replaced`` are tensors that experts take the place of, so that no rule could make them."""
         silent = (index for index in range(len(self._recipe.methods)) if index not in self._spoken)
         self._findings.extend(self._unused(index, replaced) for index in silent)
 
@@ -212,8 +210,7 @@ class Binder:
         """``names``: of each source for messages, by its index.
 
         Raises:
-            BindError: as ``settings``, where that depends on no tensor.
-        """
+            BindError: as ``settings``, where that depends on no tensor."""
         self._recipe = recipe
         self._method = assignment.method
         self._assignment = assignment
@@ -233,8 +230,7 @@ class Binder:
         whole stack; both in [0, 1].
 
         Raises:
-            BindError: a required parameter has no value here, or a value is out of bounds.
-        """
+            BindError: a required parameter has no value here, or a value is out of bounds."""
         if self.constant is not None:
             return self.constant
         return replace(self._compute(output, members, t), position=depth if self._method.positional else 0.0)

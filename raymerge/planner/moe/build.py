@@ -1,8 +1,7 @@
 """A mixture of experts built from dense models: trunk, experts, and routers that a stage makes.
 
 The trunk is an ordinary merge: the base as it is, or any method over any models (Branch-Train-MiX, arXiv
-2403.07816). Its feed-forward layers are replaced by experts, each the feed-forward of one model.
-"""
+2403.07816). Its feed-forward layers are replaced by experts, each the feed-forward of one model."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def trunk_outputs(context: PlanContext, shape: MoeShape) -> tuple[Output, ...]:
 def _check_vocabulary(context: PlanContext, shape: MoeShape, aligned: Aligned) -> None:
     """Refuse other vocabularies than the base's: a mixture has no keys that bring them together.
 
-    The builder counts such tensors by the same key, whose first text is kept.
-    """
+    The builder counts such tensors by the same key, whose first text is kept."""
     pair, base = shape.base.pair, shape.base
     if pair is None or aligned.lead not in (pair.embedding, pair.head):
         return
@@ -229,8 +227,7 @@ class MoeExperts:
     def _lie_beside(self) -> bool:
         """Whether down projections of several shared experts may share ops; else a finding says why not.
 
-        One op is computed in one way, and its random numbers are those of one expert.
-        """
+        One op is computed in one way, and its random numbers are those of one expert."""
         shared = self._shape.shared
         if not any(expert.is_random for expert in shared) and len({each.down_scale for each in shared}) == 1:
             return True
@@ -264,8 +261,7 @@ class MoeExperts:
         """The ops of one matrix of an expert, or None with a finding.
 
         Columns that are cut out of a matrix are made in runs of its rows, so that none of them takes the
-        memory of the whole. A matrix with random numbers is one op: its statistics are those of all.
-        """
+        memory of the whole. A matrix with random numbers is one op: its statistics are those of all."""
         if expert.slices > 1 and matrix.is_down and not expert.is_random:
             return self._beside((expert,), matrix)
         resolved = self._find_input(expert, matrix)
@@ -280,8 +276,7 @@ class MoeExperts:
         """The down projections of several experts side by side, so many rows at a time that what is read of
         them stays small; None with a finding.
 
-        One expression holds for all of an op: no expert has random numbers, and all have one factor.
-        """
+        One expression holds for all of an op: no expert has random numbers, and all have one factor."""
         inputs = complete(self._find_input(expert, matrix) for expert in experts)
         if inputs is None:
             return None
@@ -376,8 +371,7 @@ def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
     """Decide the plan of a mixture of experts; ``prepared`` of its base has the router rows.
 
     Raises:
-        PlanError: recipe and sources fit so little that there is no plan to show.
-    """
+        PlanError: recipe and sources fit so little that there is no plan to show."""
     shape = shape_of(recipe, sources)
     context = open_plan_context(moe_trunk(recipe), sources)
     dispositions = context.builder.dispositions

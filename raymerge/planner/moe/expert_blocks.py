@@ -2,8 +2,7 @@
 
 A tensor either belongs to one expert, whose number is in its name, or has an equal share for each expert, one
 behind the other: fused matrices, codes and scales of quantised ones, router rows, router biases. Dropping or
-moving an expert needs to know no more.
-"""
+moving an expert needs to know no more."""
 
 from __future__ import annotations
 
@@ -216,8 +215,7 @@ def _absent(
 ) -> Iterator[tuple[Numbered, Sequence[int]]]:
     """Kinds of tensors of one module that are stored for other experts than they should be.
 
-    Some experts may be quantised and others not. All experts of either sort have the same tensors.
-    """
+    Some experts may be quantised and others not. All experts of either sort have the same tensors."""
     experts = set(range(num_experts))
     stored = {expert for kind in kinds for expert in kind.tensors}
     coded = {e for kind in kinds for e, tensor in kind.tensors.items() if tensor.name in codes} & experts

@@ -2,8 +2,7 @@
 
 Where an expert is unchanged and is stored as it will be, its bytes are copied, codes and scales of quantised
 experts included. Only where experts are merged, are stored otherwise in their model, or get an adapter's
-delta are their matrices looked up. What is absent or has another shape becomes a finding.
-"""
+delta are their matrices looked up. What is absent or has another shape becomes a finding."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ by canonical name, in its own dtypes; the merge reads these in place of the mode
 
 A mixture computes the same in any order of its experts if the router's rows and biases move with them, and an
 expert in any order of its neurons: the rows of gate and up, their biases, and the columns of down (arXiv
-2509.11348).
-"""
+2509.11348)."""
 
 from __future__ import annotations
 

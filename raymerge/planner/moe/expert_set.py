@@ -54,8 +54,7 @@ def decide_expert_set(recipe: ExpertSetRecipe, sources: Sequence[Source]) -> Dec
     Only headers are read, but for scores: those of a file, or of the experts' own weights.
 
     Raises:
-        PlanError: checkpoint and recipe fit so little that there is no plan to show.
-    """
+        PlanError: checkpoint and recipe fit so little that there is no plan to show."""
     return _Builder(recipe, sources).decided()
 
 

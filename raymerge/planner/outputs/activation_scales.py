@@ -2,8 +2,7 @@
 
 No weight tells what a merged model will compute. A scale that is too small clips, and one that is too large
 costs little, as FP8 has an exponent of its own. Servers join the matrices of q, k and v, and those of gate
-and up, under one input scale: these get the largest of all.
-"""
+and up, under one input scale: these get the largest of all."""
 
 from __future__ import annotations
 

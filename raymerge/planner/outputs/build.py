@@ -2,8 +2,7 @@
 
 Servers join q, k and v, and gate and up. In NVFP4 each has a scale of the matrix, and servers take one of
 them for all, so they must be equal. FP8 with one scale per matrix needs no such thing: servers encode it anew
-under the largest.
-"""
+under the largest."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def stored_dispositions(
 ) -> Iterable[tuple[int, str, Disposition]]:
     """The disposition of every source tensor, with the stored output that is made of it.
 
-    Of an output of codes with scales that is the part of the tensor's kind, or else the codes.
-    """
+    Of an output of codes with scales that is the part of the tensor's kind, or else the codes."""
     packed = {output.name: output for output in outputs if output.packed is not None}
     if not packed:
         return dispositions.entries()
@@ -127,8 +125,7 @@ def settle_unused(
 ) -> None:
     """Give every unused tensor the rule by which it is left out, or report it.
 
-    None of ``rule_of``: it is reported elsewhere.
-    """
+    None of ``rule_of``: it is reported elsewhere."""
     models = {laid.store: index for index, laid in resolver.adapters.items()}
     for store, name in list(dispositions.unsettled()):
         source = models.get(store, store)
@@ -217,8 +214,7 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     """The sources with each packed tensor as one.
 
     Raises:
-        PlanError: codes and scales, or they and the config, contradict each other.
-    """
+        PlanError: codes and scales, or they and the config, contradict each other."""
     converted: list[Source] = []
     failures: list[UserError] = []
     for source in sources:
@@ -241,8 +237,7 @@ def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Ru
     """The outputs, with those that are to share a scale marked.
 
     A joined group that one source gives unchanged stays a copy. Else copies are encoded too: their source's
-    scale need not be that of the others.
-    """
+    scale need not be that of the others."""
     groups: dict[str, list[str]] = {}
     for output in outputs.values():
         quant_spec = None if output.packed is None else output.packed.quant_spec
@@ -271,8 +266,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     """Decide the plan of a merge.
 
     Raises:
-        PlanError: recipe and sources fit so little that there is no plan to show.
-    """
+        PlanError: recipe and sources fit so little that there is no plan to show."""
     sources = with_numbers(sources)
     context = open_plan_context(recipe, sources)
     builder, findings, sections = context.builder, context.findings, context.sections
@@ -412,8 +406,7 @@ def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
     """Open the plan context; sources that are not among the recipe's models take no part.
 
     Raises:
-        PlanError: recipe and sources fit so little that there is no plan to show.
-    """
+        PlanError: recipe and sources fit so little that there is no plan to show."""
     checked = check_recipe(recipe)
     recipe, method, ruled = checked.recipe, checked.own, checked.ruled
     donor = donor_of(recipe, sources)
@@ -449,8 +442,7 @@ def _sections(
     """The sections; ``findings`` receives problems that leave a plan to show.
 
     Raises:
-        PlanError: there are no sections to plan, or the models have nothing in common; with all problems.
-    """
+        PlanError: there are no sections to plan, or the models have nothing in common; with all problems."""
     recipe = checked.recipe
     donor = sources[donor_of(recipe, sources)]
     spans = SpanBuilder(recipe, (checked.own, *checked.ruled), sources)

@@ -6,8 +6,7 @@ are refused, cut to what is common, or filled up, as the recipe says.
 
 A head may be the embedding itself, stored once or twice, or stored on its own. One copy is kept when all
 parents agree that they are tied. When a merge makes them differ, or a stack ends in other sources than it
-begins with, both are written and ``tie_word_embeddings`` becomes false.
-"""
+begins with, both are written and ``tie_word_embeddings`` becomes false."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class Embeddings:
     def concerns(self, chosen: BoundOutput, lead: StoredTensor) -> bool:
         """Whether an output has a row for each token, and its rows cannot be merged as they are.
 
-        Pass every output to this method or to ``alone``: ``settle`` compares all of them.
-        """
+        Pass every output to this method or to ``alone``: ``settle`` compares all of them."""
         axis = self._look(chosen.aligned)
         if axis is None or self._vocabulary is not None:
             return axis is not None
@@ -129,8 +127,7 @@ class Embeddings:
         """Rows of the output's embedding, where they may differ from the donor's; else None.
 
         Findings report outputs that count other tokens than the rest, and what is left without a row. The
-        donor gives config and tokenizer.
-        """
+        donor gives config and tokenizer."""
         shapes = {output.name: output.shape for output in outputs}
         counts = {name: shapes[name][axis] for name, axis in self._axes.items() if name in shapes}
         # The config and the tokenizer are those of the model without its adapter.
@@ -204,8 +201,7 @@ class Embeddings:
         """The axis on which a tensor of which ``_counts`` is true counts tokens; None where it is unknown.
 
         Embeddings, heads and their biases, also those of multi-token-prediction layers, count them on the
-        first axis; a bias stored as ``[1, vocabulary]`` counts them on the second.
-        """
+        first axis; a bias stored as ``[1, vocabulary]`` counts them on the second."""
         model = self._resolver.sources[source]
         shape = model.checkpoint.tensors[name].shape
         sizes = self._sizes(source)
@@ -221,8 +217,7 @@ class Embeddings:
     def _is_doubtful(self, source: int, name: str) -> bool:
         """Whether a tensor without ``_axis`` counts tokens all the same, which ones being unknown.
 
-        It is transposed, say, or has as many rows as the config says beside ``vocab_size``.
-        """
+        It is transposed, say, or has as many rows as the config says beside ``vocab_size``."""
         model = self._resolver.sources[source]
         fields = text_section(model.checkpoint.config).items()
         others = {value for key, value in fields if "vocab" in key and type(value) is int and value > 1}
@@ -359,8 +354,7 @@ class Embeddings:
 
     def _has_other_sizes(self, chosen: BoundOutput, table: _Table) -> bool:
         """Whether a member has another number of rows than the lead, whose adapter may give it them:
-        findings.
-        """
+        findings."""
         leader = chosen.aligned.span.lead.source
         num_rows = table.rows[leader]
         others = [member.source for member, _ in chosen.members if table.rows[member.source] != num_rows]
@@ -411,8 +405,7 @@ def with_heads(
 
     A head that the lead does not store is added where a member or the donor, whose config is written, has one
     of its own, and where the lead's embedding is not the one that the output begins with. ``has_base``: the
-    donor is the recipe's ``base_model``.
-    """
+    donor is the recipe's ``base_model``."""
     section = _text_section(sections)
     span = section.spans[-1] if section is not None else None
     pair = sources[span.lead.source].pair if span is not None else None
@@ -457,8 +450,7 @@ def _bias_name(source: Source) -> str:
 def _parts_the_tie(section: Section, sources: Sequence[Source], *, base: Source | None) -> bool:
     """Whether a stack of tied models ends in other sources than it begins with, so that it needs a head.
 
-    A base that leads both ends gives both one embedding, whatever is merged into it.
-    """
+    A base that leads both ends gives both one embedding, whatever is merged into it."""
     first, last = section.spans[0], section.spans[-1]
     lead = sources[last.lead.source]
     if base is not None and first.lead.source == last.lead.source == base.index:
@@ -495,8 +487,7 @@ def settle_tie(
 ) -> TieDecision:
     """Decide whether head and embedding are tied, from what they are made of.
 
-    The new value of the flag is for the donor's config, whatever the other configs say.
-    """
+    The new value of the flag is for the donor's config, whatever the other configs say."""
     section = _text_section(sections)
     _settle_stored_heads(sources, dispositions)
     if section is None:

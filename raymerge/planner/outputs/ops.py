@@ -2,8 +2,7 @@
 
 Without ``out_format`` and ``dtype`` a tensor is stored as the lead checkpoint has it. A ``dtype`` alone asks
 for plain numbers, also of what the lead has as codes; it replaces the checkpoint's main dtype, and tensors
-that were kept in float32 on purpose stay so.
-"""
+that were kept in float32 on purpose stay so."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def output_dtype(asked: DType | None, tensor: StoredTensor, role: Role, main: DT
     """Dtype of an output tensor; ``asked`` None asks for the checkpoint's own.
 
     ``main`` is the dtype of most of the lead checkpoint's bytes. A router's selection bias stays float32
-    whatever the recipe says.
-    """
+    whatever the recipe says."""
     if asked is None or not tensor.dtype.is_mergeable:
         return tensor.dtype
     kept_on_purpose = tensor.dtype is DType.F32 and (main is not DType.F32 or role is Role.ROUTER_BIAS)
@@ -168,8 +166,7 @@ class OutFormats:
         """Whether a choice of a format of codes is meant for a tensor.
 
         One that names tensors is meant for all of them. Any other is for the matrices that modules multiply
-        with; of those, without a role, for what publishers quantise.
-        """
+        with; of those, without a role, for what publishers quantise."""
         selector = choice.selector
         if selector is not None and selector.is_by_name:
             return True
@@ -197,8 +194,7 @@ class OutFormats:
     ) -> OutputEncoding:
         """How plain numbers are stored; ``is_freed`` where they were codes, ``asked`` where no dtype is.
 
-        Codes of unread formats are refused where ops are made. Other integers never come here.
-        """
+        Codes of unread formats are refused where ops are made. Other integers never come here."""
         chosen = self._wanted or asked
         if is_freed or (chosen is not None and not lead.dtype.is_mergeable):
             return OutputEncoding(chosen or DType.BF16)
@@ -318,8 +314,7 @@ class OpMaker:
         """The ops of a tensor in the lead's layout, or None with findings.
 
         With ``settings`` None, which are unknown then, everything else is checked. ``only``: the blocks of
-        the lead's tensor to make; None for all of them.
-        """
+        the lead's tensor to make; None for all of them."""
         aligned = chosen.aligned
         form = None if written.quant_spec is None else written.quant_spec.format
         blocks: Sequence[Block] | None = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form)
@@ -396,8 +391,7 @@ class OpMaker:
 
     def _are_matrices(self, aligned: Aligned, blocks: Sequence[Block], quant_spec: QuantSpec | None) -> bool:
         """Whether each block has the scales of a matrix: one that all of it shares, or those of its rows;
-        else a finding.
-        """
+        else a finding."""
         if quant_spec is None:
             return True
         size, is_one = quant_spec.rows * quant_spec.columns, quant_spec.tensor_scale_dtype is not None
@@ -413,8 +407,7 @@ class OpMaker:
 
     def _is_one_run(self, chosen: BoundOutput, settings: Settings, written: OutputEncoding) -> bool:
         """Whether a fused tensor is made as one logical tensor: elementwise, from tensors in the same element
-        order.
-        """
+        order."""
         aligned, method = chosen.aligned, chosen.assignment.method
         source, quant_spec = aligned.span.lead.source, written.quant_spec
         if aligned.lead not in self._logical[source].stacked or self._logical[source].is_alone(aligned.lead):
@@ -533,8 +526,7 @@ class OpMaker:
 
 def _runs_on(quant_spec: QuantSpec | None) -> bool:
     """Whether the matrices of a stack can be read and written as one: no scale is that of a whole matrix, and
-    none is shared by rows of two matrices.
-    """
+    none is shared by rows of two matrices."""
     return quant_spec is None or (
         quant_spec.tensor_scale_dtype is None and not quant_spec.rows % quant_spec.scale_row_height
     )

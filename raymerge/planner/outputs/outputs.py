@@ -56,8 +56,7 @@ def fresh_parts(
 ) -> QuantisedOutput:
     """An output's parts: named and stored as its neighbours are, or else as publishers do it.
 
-    ``like`` is a neighbour in the same format and ``stored`` the tensors of its source.
-    """
+    ``like`` is a neighbour in the same format and ``stored`` the tensors of its source."""
     names = quant_spec.format.part_names(output) if like is None else _names_like(like, output)
     dtype = stored[like.shape_tensor].dtype if like is not None and like.shape_tensor else _SHAPE_DTYPE
     shape = (shape_tensor(names.shape, dtype, quant_spec),) if names.shape else ()
@@ -76,8 +75,7 @@ def _names_like(like: QuantisedWeight, output: str) -> PartNames:
 def shape_tensor(name: str, dtype: DType, quant_spec: QuantSpec) -> Output:
     """The tensor in which compressed-tensors repeats rows and columns.
 
-    Never copied from a source: no header tells whether a source's is true.
-    """
+    Never copied from a source: no header tells whether a source's is true."""
     size = dtype.bits // 8
     content = b"".join(each.to_bytes(size, "little") for each in (quant_spec.rows, quant_spec.columns))
     op = matrix_op((), (2,), name, constant_expression(dtype, content))
@@ -196,8 +194,7 @@ class OutputBuilder:
     ) -> Iterator[tuple[Sequence[Subject], Sequence[str]]]:
         """For each block that may be made in another way than others its logical tensors, and their names.
 
-        One for a tensor that is one block, without names.
-        """
+        One for a tensor that is one block, without names."""
         form = None if written.quant_spec is None else written.quant_spec.format
         blocks = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form) or ()
         if len(blocks) < 2:
@@ -274,8 +271,7 @@ class OutputBuilder:
     def _checked(self, chosen: BoundOutput, settings: Settings | None) -> Settings | None:
         """The settings, unless some member holds no plain numbers: findings say which.
 
-        What cannot be computed is checked all the same, so that every problem is reported at once.
-        """
+        What cannot be computed is checked all the same, so that every problem is reported at once."""
         combines = settings is not None or len(chosen.members) > 1
         return settings if not combines or self._all_plain(chosen) else None
 
@@ -307,8 +303,7 @@ class OutputBuilder:
         """The parts of an output that is stored as in a source.
 
         Codes, scales and what repeats the shape are made; scales of inputs are the largest; all else is
-        copied.
-        """
+        copied."""
         stored = self._sources[source].checkpoint.stored
         names = {name: part_name(packed.name, name, output) for name in packed.stored}
         one = packed.tensor_scale
@@ -387,8 +382,7 @@ class OutputBuilder:
     def _lacking(self, chosen: BoundOutput, names: Sequence[str]) -> bool:
         """Whether some member stores a tensor neither by this name nor within another.
 
-        ``names`` are logical tensors of it; empty for all.
-        """
+        ``names`` are logical tensors of it; empty for all."""
         return any(
             self._logical[member.source].stored(name) is None
             and None in self._elsewhere(chosen.aligned, member, name, names)

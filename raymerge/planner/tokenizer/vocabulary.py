@@ -74,8 +74,7 @@ def build_vocabulary(recipe: Recipe, models: Sequence[ModelVocabulary], donor: i
     donor gives config and companions.
 
     Raises:
-        UserError: the vocabulary cannot be made; with all problems.
-    """
+        UserError: the vocabulary cannot be made; with all problems."""
     wish = tokenizer_block(recipe) or Tokenizer()
     giver = next(model for model in models if model.index == donor)
     place = _source_place(recipe)

@@ -43,8 +43,7 @@ class AdapterRun:
         the record.
 
         Raises PlanError: something stands in the merge's way. OptionError: the memory limit is too small for
-        it, or more than is free. TargetError: the output would lie over, in or around an adapter.
-        """
+        it, or more than is free. TargetError: the output would lie over, in or around an adapter."""
         self._plan = merge.plan.require()
         self._work = merge.work
         self._output = output

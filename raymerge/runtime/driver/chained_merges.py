@@ -2,8 +2,7 @@
 
 Intermediate results lie in a directory beside the output, or where the user says. The same command keeps
 those that still match their plans and that nobody wrote to since; they are removed when the output is in
-place.
-"""
+place."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The recipe is planned again over the sources as they are now; every file is compared with that plan and the
 sources, and every byte of the tensors with the record's digests. Nothing is merged or written but a copy of a
 remote checkpoint's record, and nothing is fetched but from servers that the user names: the record is not
-trusted that far.
-"""
+trusted that far."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Carries out a plan: stage, run segments, finish the directory, verify, publish. And how any run has its
-parts done by a pool, through signals, requests to stop and refusals of the system.
-"""
+parts done by a pool, through signals, requests to stop and refusals of the system."""
 
 from __future__ import annotations
 

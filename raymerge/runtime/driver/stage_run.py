@@ -1,7 +1,6 @@
 """Carries out one stage: units on the workers, a conclusion on the driver, a checked result in its place.
 
-A result that nobody wrote to since is used again.
-"""
+A result that nobody wrote to since is used again."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ def reporting_progress(
     """What a unit calls now and then with the bytes read so far.
 
     It writes them at most twice a second, ignores failures to write, and removes them when the unit ends.
-    Once ``aborted`` is set, the next call raises ``IncompleteError``.
-    """
+    Once ``aborted`` is set, the next call raises ``IncompleteError``."""
     path, written_at = staging / f"{_PREFIX}{unit}", -_EVERY_SECONDS
 
     def tell(nbytes: int) -> None:
@@ -94,13 +93,11 @@ class Units(Protocol):
         written. A worker that was given up may write the same bytes to the same places at the same time.
 
         ``budget`` is bytes of memory; ``tell`` is called now and then with the bytes read so far, and may
-        raise.
-        """
+        raise."""
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
         """What a unit leaves in ``staging``: ranges of files by the key, none for the whole file. Nothing
-        else writes to them, so that changes can be detected later.
-        """
+        else writes to them, so that changes can be detected later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +143,7 @@ class UnitRunner:
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
         """Do one unit, with the work's budget or a smaller one. Where a GPU fails or lacks memory, the
-        processor does it, and the receipt has a note of that. Raises IncompleteError after ``abort``.
-        """
+        processor does it, and the receipt has a note of that. Raises IncompleteError after ``abort``."""
         began, work = time.monotonic(), self._work
         budget = work.budget if budget is None else budget
         # Each thread of a worker that has several has a setting of its own.
@@ -204,8 +200,7 @@ class UnitRun:
 
     def budget(self, useful: int = 0) -> int:
         """Bytes of memory of a worker, where more than ``useful`` would not help; raises OptionError for a
-        small limit.
-        """
+        small limit."""
         least, count = self.work.least_budget(), self.work.num_units
         return fit_units(self.options, least=least, num_units=count, title=self.title, useful=useful)
 
@@ -224,8 +219,7 @@ class UnitRun:
         they are in. What holds NaN or infinity is discarded.
 
         ``slots`` is units that a worker may have in hand at once, if its memory holds so many. Raises
-        IncompleteError if it was stopped.
-        """
+        IncompleteError if it was stopped."""
         staging = self.staging
         pool.survey(self._work_in(staging.root, slots))
         lease.confirm()

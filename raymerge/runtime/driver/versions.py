@@ -1,8 +1,7 @@
 """Which files a run reads, and that they stay the same from its plan to its end; which commits of the Hub.
 
 A branch may move while a run is under way or interrupted. The same command goes on with the commits in its
-record; a run that replaces it takes the current ones.
-"""
+record; a run that replaces it takes the current ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The actor: does parts of its work on its device. Threaded, so that one part reads while another computes.
 
 Progress is the processor time of the threads at work: a thread that returns from a read or write has taken
-some, however slow the storage; one that waits in vain has not.
-"""
+some, however slow the storage; one that waits in vain has not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Router rows from sums over the tokens that a layer sees, directly or by ridge regression.
 
 Sums are additive: those of several units add up to those of all. All arithmetic is float64, rounded once to
-float32.
-"""
+float32."""
 
 from __future__ import annotations
 

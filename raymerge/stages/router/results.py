@@ -103,8 +103,7 @@ def gate_report(
 def _summary(layers: Sequence[LayerReport], limit: float, num_experts: int) -> dict[str, Any]:
     """Over the layers: means, and where rows hardly separate some experts (``ill_conditioned``), or ridge's
     rows from half of the texts do not hold for the other half (``unproven``): these are so short that the
-    chosen experts weigh nearly the same.
-    """
+    chosen experts weigh nearly the same."""
     routing = [each.routing for each in layers if each.routing is not None]
     entropies = [each.entropy for each in layers]
     separations = [each.separation for each in layers]

@@ -7,8 +7,7 @@ The arithmetic is that of transformers' own modules, so every family of decoders
 
 The model is made on the meta device. Module names give its parts and the tensors of each parameter: one
 tensor of the checkpoint by the same name, or many experts' matrices stacked. The arguments of layer calls are
-found by calling the model with layers that only record them.
-"""
+found by calling the model with layers that only record them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Router stages as work for workers: rows from what the base model's layers see of the prompts, from its
-embedding, or of random numbers.
-"""
+embedding, or of random numbers."""
 
 # ruff: noqa: ARG002 - a unit has all arguments of the protocol, whether it needs them or not
 
@@ -144,8 +143,7 @@ class GateWork:
     """Makes the rows of one stage. What is found about base and prompts stays in the process; pickled, it is
     the stage alone.
 
-    The rows' bytes depend on the number of torch's threads: the caller has to set that to one.
-    """
+    The rows' bytes depend on the number of torch's threads: the caller has to set that to one."""
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
         self._stage = stage
@@ -170,8 +168,7 @@ class StreamedWork(GateWork):
     """Units of texts, which the base reads layer by layer.
 
     A single unit makes the rows of each layer at once, without storing sums. Several store theirs, which are
-    added in the units' order at the end.
-    """
+    added in the units' order at the end."""
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
         super().__init__(stage, spec)
@@ -276,8 +273,7 @@ class StreamedWork(GateWork):
 
     def _own_nbytes(self) -> int:
         """Bytes of memory besides running the base: sums, and kept inputs with one copy; also while adding up
-        units.
-        """
+        units."""
         width = self._spec.hidden_size
         sums_nbytes = 3 * sum(self._schedule.num_kept) * width * torch.float64.itemsize
         return work_nbytes(self._spec.mode, self._schedule.num_experts, width) + sums_nbytes
