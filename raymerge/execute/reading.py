@@ -333,12 +333,12 @@ class LoadReader:
     def sample(self, tile: TileJob) -> list[torch.Tensor]:
         """The bytes of an op's sample, for each input; all of them are read as they are stored."""
         runs = list(sample_runs(tile.op.num_elements))
-        return [
-            torch.cat([self._bytes(each, each.offset + size(first), size(count)) for first, count in runs])
-            for each in tile.op.inputs
-            if isinstance(each, Read)
-            for size in [each.dtype.nbytes]
-        ]
+
+        def sampled(read: Read) -> torch.Tensor:
+            size = read.dtype.nbytes
+            return torch.cat([self._bytes(read, read.offset + size(first), size(n)) for first, n in runs])
+
+        return [sampled(each) for each in tile.op.inputs if isinstance(each, Read)]
 
     def _take_up_factors(self, tile: TileJob) -> None:
         """Read what the products of an op's inputs are made of, once for all of its tiles."""

@@ -253,10 +253,12 @@ class _Planner:
         return build_plan(recipe, sources, version=self.version), sources, stages
 
     def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+        if self.is_alone:
+            return tuple(problems)
         place = recipe.where()
-        known = "" if self.is_alone else place.split(":")[0]
+        file = place.split(":")[0]
         return tuple(
-            each if each.where.startswith(known) else replace(each, where=f"{place}: {each.where}")
+            each if each.where.startswith(file) else replace(each, where=f"{place}: {each.where}")
             for each in problems
         )
 

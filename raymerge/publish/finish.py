@@ -350,16 +350,13 @@ def _tensors(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, Tens
     for line in tensor_lines(plan):
         pieces = by_tensor[line.name]
         digest = pieces[0] if len(pieces) == 1 else xxhash.xxh3_128_hexdigest("".join(pieces).encode())
-        use = line.disposition
-        yield (
-            line.name,
-            TensorRecord(
-                "merged" if use == Use.MERGED else "copied" if use == Use.COPIED else "converted",
-                line.sources,
-                digest,
-                len(pieces),
-            ),
-        )
+        yield line.name, TensorRecord(_disposition(line.disposition), line.sources, digest, len(pieces))
+
+
+def _disposition(use: str) -> Literal["merged", "copied", "converted"]:
+    if use == Use.MERGED:
+        return "merged"
+    return "copied" if use == Use.COPIED else "converted"
 
 
 def _tensor_digests(plan: Plan, digests: Mapping[int, str]) -> dict[str, list[str]]:

@@ -110,8 +110,12 @@ def plain_per_layer(change: PerLayer[Any]) -> object:
 
 
 def _refuse_repeated(placed: Sequence[tuple[tuple[int, ...], int]]) -> None:
-    first = {expert: path for path, expert in reversed(placed)}
-    again = [(path, expert) for path, expert in placed if first[expert] != path]
+    seen: set[int] = set()
+    again: list[tuple[tuple[int, ...], int]] = []
+    for path, expert in placed:
+        if expert in seen:
+            again.append((path, expert))
+        seen.add(expert)
     if again:
         once = "Name each expert once."
         raise FaultError(Fault(path, f"expert {expert} was listed before.", once) for path, expert in again)

@@ -121,8 +121,12 @@ def _kind_notes(lead: Numbering, others: Sequence[Numbering]) -> Iterator[str]:
             )
 
 
-def _token_notes(lead: str, *by_model: Mapping[str, list[str]]) -> Iterator[str]:
-    ordinary, marked, differing = by_model
+def _token_notes(
+    lead: str,
+    ordinary: Mapping[str, list[str]],
+    marked: Mapping[str, list[str]],
+    differing: Mapping[str, list[str]],
+) -> Iterator[str]:
     for name, texts in ordinary.items():
         yield (
             f"ordinary tokens of {name} that {lead} lacks: {len(texts)} ({examples(texts)}); they become "
