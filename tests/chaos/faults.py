@@ -225,6 +225,10 @@ def interrupted(trial: Trial, *, signals: int = 1) -> Outcome:
     return trial.times, [place]
 
 
+def interrupted_twice(trial: Trial) -> Outcome:
+    return interrupted(trial, signals=2)
+
+
 # Two at once
 
 
@@ -280,7 +284,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("workers that pause (SIGSTOP, SIGCONT)", workers_paused, 3),
     Fault("SIGTERM, 3 seconds to live", terminated, 1, sample=1),
     Fault("Ctrl-C once", interrupted),
-    Fault("Ctrl-C twice", partial(interrupted, signals=2)),
+    Fault("Ctrl-C twice", interrupted_twice),
     Fault("further commands for the same place at once", two_commands, 3, sample=1),
     Fault("random kills of workers, 4 runs", random_kills_of_workers, 52, is_random=True),
     Fault("random kills of drivers, 16 runs", random_kills_of_drivers, 152, is_random=True),
