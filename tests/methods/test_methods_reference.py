@@ -455,6 +455,7 @@ def test_where_the_sum_is_0_the_base_keeps_its_bits(factor: float) -> None:
     for zero in (0.0, -0.0):
         tile = Tile(base, torch.full((2, 3), zero), 0)
         assert same_bits(sum_on_base(tile, (0.5, -0.5), factor), base)
+        assert same_bits(sum_on_base_in_torch(tile, (0.5, -0.5), factor), base)
 
 
 @settings(deadline=None, max_examples=25)
