@@ -412,10 +412,16 @@ def test_shard_size(text: str, num_bytes: int) -> None:
     ("line", "expected"),
     [
         ("dtpye: bfloat16", "r.yml:3:1: unknown key 'dtpye'. Did you mean 'dtype'?"),
-        ("dtype: int64", "r.yml:3:1: dtype: 'int64' holds whole numbers only, and merging makes fractions."),
+        (
+            "dtype: int64",
+            "r.yml:3:1: dtype: 'int64' holds whole numbers only, and merging makes fractions. Write one of: ",
+        ),
         ("dtype: bfloat", "r.yml:3:1: dtype: 'bfloat' is not a dtype to merge to. Did you mean 'bfloat16'?"),
         ("out_dtype: float8_e4m3fn", "r.yml:3:1: out_dtype: 'float8_e4m3fn' is not a dtype to merge to."),
-        ("seed: -1", "r.yml:3:1: seed: -1 is out of range. Write a whole number from 0 to"),
+        (
+            "seed: -1",
+            "r.yml:3:1: seed: -1 is out of range. Write a whole number from 0 to 18446744073709551615.",
+        ),
         ("chat_template: [a]", "r.yml:3:1: chat_template: ['a'] is a list; expected a text."),
         ("parameters: {t: x}", "r.yml:3:14: t: 'x' is a text; expected a number."),
         ("base_model: a+b+c", "r.yml:3:1: base_model: 'a+b+c' names more than one adapter"),
@@ -430,7 +436,10 @@ def test_shard_size(text: str, num_bytes: int) -> None:
             "tokenizer: {tokens: {x: {source: {kind: model_token, model: a, token: b, token_id: 1}}}}",
             "is named both by 'token' and by 'token_id'.",
         ),
-        ("tokenizer_source: base\ntokenizer: {}", "r.yml:3:1: 'tokenizer_source' and 'tokenizer' both"),
+        (
+            "tokenizer_source: base\ntokenizer: {}",
+            "r.yml:3:1: 'tokenizer_source' and 'tokenizer' both choose",
+        ),
         (
             "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]",
             "r.yml:3:1: 'models' and 'slices' are both",
@@ -442,13 +451,19 @@ def test_shard_size(text: str, num_bytes: int) -> None:
         ("warn_encoding_error: 0", "r.yml:3:1: warn_encoding_error: 0 is not above 0."),
         ('name: "a\\n"', "cannot be the name of a merge."),
         (f"name: {'x' * 101}", "at most 100 bytes"),
-        ("pickled_weights: true", "r.yml:3:1: pickled_weights: true is not known here. Write one of: read,"),
+        (
+            "pickled_weights: true",
+            "r.yml:3:1: pickled_weights: true is not known here. Write one of: read, refuse",
+        ),
         ("adapter: {energy: 0}", "r.yml:3:11: energy: 0 is not a share of the energy."),
         (
             "adapter: {combine: concatenate, rank: 8}",
             "r.yml:3:33: 'rank' limits the rank, which 'combine: concatenate' does not do. Remove 'rank'",
         ),
-        ("weight: 0.5", "unknown key 'weight'. A parameter of the method goes below 'parameters'. Keys"),
+        (
+            "weight: 0.5",
+            "unknown key 'weight'. A parameter of the method goes below 'parameters'. Keys known",
+        ),
     ],
 )
 def test_one_bad_line(line: str, expected: str) -> None:
@@ -459,7 +474,10 @@ def test_one_bad_line(line: str, expected: str) -> None:
     ("entry", "expected"),
     [
         ("{model: }", "r.yml:2:11: the key 'model' is missing or empty. Add it."),
-        ("{model: a, layer_range: [0, 2]}", "r.yml:2:21: unknown key 'layer_range'. mergekit ignores it"),
+        (
+            "{model: a, layer_range: [0, 2]}",
+            "r.yml:2:21: unknown key 'layer_range'. mergekit ignores it here.",
+        ),
         ("{model: a, weight: 1}", "r.yml:2:21: unknown key 'weight'. A parameter of the method goes below"),
         ("{model: {path: a, model: b}}", "r.yml:2:19: 'path' belongs into a map below 'model'."),
     ],
@@ -507,10 +525,16 @@ def test_a_bad_slice(entry: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("merge_method: linear\n", "r.yml:1:1: nothing says what to merge. Fill one of: models, slices,"),
+        (
+            "merge_method: linear\n",
+            "r.yml:1:1: nothing says what to merge. Fill one of: models, slices, modules.",
+        ),
         ("merge_method: linear\nmodels: []\n", "r.yml:2:1: 'models' is empty."),
         ("merge_method: linear\nmodules: {a: {models: []}}\n", "r.yml:2:15: 'models' is empty."),
-        ("merge_method: linear\nmodels: {model: a}\n", "r.yml:2:1: models: {'model': 'a'} is a map;"),
+        (
+            "merge_method: linear\nmodels: {model: a}\n",
+            "r.yml:2:1: models: {'model': 'a'} is a map; expected a list.",
+        ),
         (MODELS, "r.yml:1:1: the key 'merge_method' is missing or empty."),
     ],
 )

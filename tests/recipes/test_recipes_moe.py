@@ -55,7 +55,10 @@ def test_negative_prompts_can_tell_experts_apart() -> None:
     [
         ("gate_mode: random\n", "r.yml:1:1: the key 'experts' is missing or empty. Add it."),
         ("gate_mode: random\n", "r.yml:1:1: the key 'base_model' is missing or empty. Add it."),
-        ("base_model: a\nexperts: x\ngate_mode: random\n", "r.yml:2:1: experts: 'x' is a text; expected a"),
+        (
+            "base_model: a\nexperts: x\ngate_mode: random\n",
+            "r.yml:2:1: experts: 'x' is a text; expected a list.",
+        ),
         (
             f"{TWO}merge_method: linear\n",
             "r.yml:8:1: unknown key 'merge_method'. A recipe with 'experts' builds",

@@ -281,8 +281,14 @@ def test_one_change_is_enough(text: str) -> None:
             "methods: [{merge_method: slerp}]",
             "r.yml:4:11: the rule does not say which tensors it is for. Add one of: filter, glob, role",
         ),
-        ("methods: [{role: norm}]", "r.yml:4:11: the rule changes nothing. Add one of: merge_method,"),
-        ("methods: [slerp]", "r.yml:4:11: 'slerp' is a text where a map belongs. Write a map like {role:"),
+        (
+            "methods: [{role: norm}]",
+            "r.yml:4:11: the rule changes nothing. Add one of: merge_method, sources",
+        ),
+        (
+            "methods: [slerp]",
+            "r.yml:4:11: 'slerp' is a text where a map belongs. Write a map like {role: att",
+        ),
         (
             "methods: [{role: atention, merge_method: slerp}]",
             "r.yml:4:12: role: 'atention' is not known here. Did you mean 'attention'? Write one of: emb",
@@ -314,13 +320,28 @@ recipe = partial(recipe_of, ExpertSetRecipe)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{}", "experts: nothing says what becomes of the experts. Fill one of: keep, drop, merge, add,"),
-        ("{keep: [0], dense: 0}", "'keep' and 'dense' are both given. Keep one of: keep, drop, merge, add,"),
+        (
+            "{}",
+            "experts: nothing says what becomes of the experts. Fill one of: keep, drop, merge, add, dense.",
+        ),
+        (
+            "{keep: [0], dense: 0}",
+            "'keep' and 'dense' are both given. Keep one of: keep, drop, merge, add, dense. One merge may",
+        ),
         ("{keep: [0, 3, 0]}", "expert 0 was listed before. Name each expert once."),
         ("{keep: [-1]}", "-1 is below expert 0. Experts count from 0."),
-        ("{keep: {1: [0, 1], 2: [0]}}", "the list of layer '2' is 1 long, that of layer '1' 2. Make all"),
-        ("{keep: {first: [0]}}", "'first' is a text; expected the number of one layer. Write a whole"),
-        ("{drop: 2}", "'drop' needs 'scores' to know which experts go. Add 'scores: weights' or 'scores:"),
+        (
+            "{keep: {1: [0, 1], 2: [0]}}",
+            "the list of layer '2' is 1 long, that of layer '1' 2. Make all equally long",
+        ),
+        (
+            "{keep: {first: [0]}}",
+            "'first' is a text; expected the number of one layer. Write a whole number; layers",
+        ),
+        (
+            "{drop: 2}",
+            "'drop' needs 'scores' to know which experts go. Add 'scores: weights' or 'scores: FILE',",
+        ),
         ("{drop: 0, scores: weights}", "drop: 0 is out of range. Write a whole number at least 1."),
         (
             "{drop: [0, 1], scores: weights}",
@@ -335,10 +356,19 @@ recipe = partial(recipe_of, ExpertSetRecipe)
             "dense: 'concat' is not known here. Did you mean 'concatenated'? Write mean, concatenated or the "
             "number of an expert.",
         ),
-        ("{dense: 1, of: [1]}", "'of' chooses the experts of 'dense: mean' and 'dense: concatenated' only."),
-        ("{keep: [1], scores: weights}", "'scores' has no meaning beside 'keep'. Remove it, or write 'drop'"),
+        (
+            "{dense: 1, of: [1]}",
+            "'of' chooses the experts of 'dense: mean' and 'dense: concatenated' only. Remove",
+        ),
+        (
+            "{keep: [1], scores: weights}",
+            "'scores' has no meaning beside 'keep'. Remove it, or write 'drop' or",
+        ),
         ("{keeps: [1]}", "unknown key 'keeps'. Did you mean 'keep'?"),
-        ("{source_model: a}", "unknown key 'source_model'. Experts of a mixture that is to be built are a"),
+        (
+            "{source_model: a}",
+            "unknown key 'source_model'. Experts of a mixture that is to be built are a list:",
+        ),
     ],
 )
 def test_wrong_changes(text: str, expected: str) -> None:
