@@ -20,7 +20,17 @@ from kits.permuted_experts import MIXTRAL, make_model, moved, store
 
 from raymerge.api import plan_for, submit, verify
 from raymerge.errors import CheckpointError, IncompleteError, TargetError
-from raymerge.events import Event, Planned, SegmentDone, ShardDone, Started, StepKept, StepStarted, UnitDone
+from raymerge.events import (
+    Event,
+    Planned,
+    Published,
+    SegmentDone,
+    ShardDone,
+    Started,
+    StepKept,
+    StepStarted,
+    UnitDone,
+)
 from raymerge.options import RunOptions
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.staging import LocalStaging
@@ -98,6 +108,23 @@ def test_a_chain_gives_the_bytes_of_its_merges_made_one_by_one(kept: Kept, tmp_p
 
 def _by_hand(model: str, root: Path) -> str:
     return str(root / model) if model in ("left", "right") else model
+
+
+def test_the_pool_is_told_which_work_is_the_last(
+    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Event | None] = []
+    monkeypatch.setattr(InlinePool, "conclude", lambda _: told.append(None))
+    _submit(chain, output, on_event=told.append)
+    published = [number for number, event in enumerate(told) if isinstance(event, Published)]
+    (concluded,) = (number for number, event in enumerate(told) if event is None)
+    assert len(published) == len(chain)
+    assert published[-2] < concluded < published[-1]
+    (begun,) = (n for n, event in enumerate(told) if n > published[-2] and isinstance(event, Started))
+    assert concluded < begun
+    told.clear()
+    _submit(chain[0], output.parent / "other", on_event=told.append)
+    assert [event for event in told if event is None] == [None]
 
 
 def test_a_tokenizer_that_a_merge_changes_is_what_the_next_one_is_planned_with(
