@@ -30,7 +30,7 @@ def install(place: Path, constraints: Path) -> Path:
 
 def install_commands(place: Path, constraints: Path) -> list[list[str]]:
     """What makes the environment: torch first, so that the pinned build is what mergekit finds installed."""
-    pip = [str(interpreter(place)), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+    pip = [str(interpreter(place)), "-m", "pip", "-qq", "--disable-pip-version-check", "install"]
     pinned = [*pip, "-c", str(constraints)]
     venv = [sys.executable, "-m", "venv", str(place)]
     return [venv, [*pinned, "torch"], [*pinned, f"mergekit=={VERSION}"]]
