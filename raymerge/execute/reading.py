@@ -382,9 +382,12 @@ class LoadReader:
                 self._fill(read, extent.offset, target)
             else:
                 whole = self._bytes(read, extent.offset, extent.nbytes)
-                torch.cat(
-                    [whole[each.offset - extent.offset :][: each.nbytes] for each in members], out=target
-                )
+                # One by one: views of all of them together would be memory that no plan counts.
+                done = 0
+                for each in members:
+                    begin = each.offset - extent.offset
+                    target[done : done + each.nbytes] = whole[begin : begin + each.nbytes]
+                    done += each.nbytes
             filled += nbytes
         return block
 
