@@ -106,7 +106,7 @@ class SpanBuilder:
         first_output = 0
         for position, piece in enumerate(slices):
             place: FieldPath = (*path, position)
-            problems = list(self._misfits(slices, place, module))
+            problems = list(self._misfits(piece, slices, place, module))
             self.problems += problems
             if problems:
                 continue
@@ -126,9 +126,9 @@ class SpanBuilder:
             first_output += stop - start
 
     def _misfits(
-        self, slices: Sequence[OutputSlice], place: FieldPath, module: str | None
+        self, piece: OutputSlice, slices: Sequence[OutputSlice], place: FieldPath, module: str | None
     ) -> Iterator[Problem]:
-        entries = slices[int(place[-1])].sources
+        entries = piece.sources
         for index, entry in enumerate(entries):
             where = self._recipe.where(*place, "sources", index, "layer_range")
             source, (start, stop) = self._sources[entry.model], entry.layer_range
