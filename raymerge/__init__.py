@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from raymerge.api import plan as plan
     from raymerge.api import plan_all as plan_all
     from raymerge.api import replay as replay
+    from raymerge.api import report as report
+    from raymerge.api import report_difference as report_difference
     from raymerge.api import submit as submit
     from raymerge.api import verify as verify
     from raymerge.api import verify_load as verify_load
@@ -36,6 +38,8 @@ __all__ = [
     "plan",
     "plan_all",
     "replay",
+    "report",
+    "report_difference",
     "submit",
     "verify",
     "verify_load",

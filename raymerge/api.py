@@ -44,6 +44,7 @@ from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
+from raymerge.runtime.driver.report_run import ReportRun, Subject, subject_of_merge, subject_of_output
 from raymerge.runtime.driver.run import RunResult
 from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
@@ -53,6 +54,7 @@ from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup
 from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, copy_to_load, load_checkpoint
+from raymerge.verifier.measurements import Report
 from raymerge.verifier.structure import Verdict, verify_structure
 
 _MOST_THREADS = 8
@@ -109,6 +111,64 @@ def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Compari
     return compare_checkpoints(_opened(a), _opened(b), threads=threads or usual)
 
 
+def report(
+    what: RecipesLike,
+    options: RunOptions | None = None,
+    *,
+    is_exact: bool = False,
+    sources: Mapping[str, str] = _NOWHERE,
+    steps: str | None = None,
+    on_event: OnEvent | None = None,
+) -> Report:
+    """What the parents of a merge change and where they disagree: of a recipe before it is merged, or of a
+    checkpoint that raymerge made.
+
+    It runs in this process unless the options name several workers or a cluster.
+
+    Args:
+        what: a recipe as ``plan`` takes it (a file, if text), else the place of a checkpoint.
+        is_exact: read every element, and not a sample of each tensor.
+        sources: of a checkpoint, present directories of sources by their names in the recipe.
+        steps: of a checkpoint, where results in between were kept.
+
+    Raises:
+        RaymergeError: as ``plan``; CheckpointError: the checkpoint keeps no plan, or its sources are gone."""
+    if isinstance(what, str | Path) and not os.path.isfile(what):
+        with subject_of_output(place_of(what, options or RunOptions()), sources, steps) as subject:
+            return _reported(subject, options, is_exact=is_exact, on_event=on_event)
+    merge = plan_for(what, "merged", options)[-1]
+    name = str(what) if isinstance(what, str | Path) else merge.recipe.name or "recipe"
+    return _reported(subject_of_merge(merge, name), options, is_exact=is_exact, on_event=on_event)
+
+
+def report_difference(
+    a: str | Path,
+    b: str | Path,
+    options: RunOptions | None = None,
+    *,
+    is_exact: bool = False,
+    on_event: OnEvent | None = None,
+) -> Report:
+    """What ``b`` changes of ``a``: two checkpoints whose tensors agree. Raises as ``report``."""
+    delta = {"model": str(b), "parameters": {"weight": 1.0}}
+    recipe = {"merge_method": "task_arithmetic", "base_model": str(a), "models": [delta]}
+    merge = plan_for(recipe, "merged", options)[-1]
+    subject = subject_of_merge(merge, f"{shown(str(a))} and {shown(str(b))}", "diff")
+    return _reported(subject, options, is_exact=is_exact, on_event=on_event)
+
+
+def _reported(
+    subject: Subject, options: RunOptions | None, *, is_exact: bool, on_event: OnEvent | None
+) -> Report:
+    chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or (lambda _: None)
+    if chosen.address is None and chosen.workers in (None, 1):
+        # Samples are read in less time than it takes to start workers.
+        chosen = replace(chosen, inline=True)
+    run = ReportRun(subject, chosen, is_exact=is_exact, on_event=emit)
+    with _started(chosen, emit, parts=run.num_parts) as pool:
+        return run.carry_out(pool)
+
+
 def inspect(path: str | Path) -> Inspection:
     """The contents of a directory or Hub model (with or without revision), from headers. Raises
     CheckpointError if it is absent, broken or unsupported."""
@@ -140,6 +200,7 @@ __all__ = [
     "RecipeLike",
     "RecipesLike",
     "ReplayVerdict",
+    "Report",
     "RunOptions",
     "RunResult",
     "Selection",
@@ -157,6 +218,8 @@ __all__ = [
     "read_recipe",
     "read_recipes",
     "replay",
+    "report",
+    "report_difference",
     "submit",
     "verify",
     "verify_load",

@@ -204,6 +204,10 @@ class AuditSpec:
     budget: int
     most: int
 
+    def examiner(self, sources: Sequence[ReadStore], output: ReadStore | None) -> Auditor:
+        assert output is not None
+        return Auditor(self, sources, output)
+
 
 class Auditor:
     def __init__(self, spec: AuditSpec, sources: Sequence[ReadStore], output: ReadStore) -> None:
@@ -218,6 +222,10 @@ class Auditor:
     def abort(self) -> None:
         """Make segments in progress fail at their next tensor or sample."""
         self._aborted.set()
+
+    def examine(self, segment: int) -> tuple[dict[str, Any], int]:
+        findings, read_bytes = self.audit(segment)
+        return findings.to_json(), read_bytes
 
     def audit(self, segment: int) -> tuple[Findings, int]:
         """The findings of a segment, and the bytes read of sources and output. Raises IncompleteError after

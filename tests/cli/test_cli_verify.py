@@ -178,7 +178,7 @@ def test_an_audit_whose_ray_dies_says_so(
     [
         (("--sample", "0"), "0 is no share of the elements"),
         (("--source", "two"), "'two' does not say which source is where"),
-        (("--memory", "1MiB"), "an audit takes 16.78 MB"),
+        (("--memory", "1MiB"), "and this takes 16.78 MB"),
     ],
 )
 def test_what_an_audit_cannot_be_asked(wrong: tuple[str, ...], said: str, folder: Path) -> None:

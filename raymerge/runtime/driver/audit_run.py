@@ -1,16 +1,16 @@
-"""Audits a checkpoint with a pool: its structure, its bytes, and recomputed samples."""
+"""Examines segments of a plan with a pool, and audits a checkpoint so: its bytes, and recomputed samples."""
 
 from __future__ import annotations
 
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import randbits
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -37,7 +37,7 @@ from raymerge.storage.addresses import is_remote, parent_and_name, shown
 from raymerge.storage.open import Lookup, open_store, resolve_source
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
-from raymerge.verifier.audit import Auditor, AuditSpec, AuditVerdict, Findings, Sampling, skipped_of
+from raymerge.verifier.audit import AuditSpec, AuditVerdict, Findings, Sampling, skipped_of
 from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
 _NOT_KEPT = "it is made of what a stage or another merge made, which was not kept (--keep-intermediates)"
@@ -159,12 +159,30 @@ def _has_header(file: SourceFile, digest: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class AuditWork:
-    """Everything that workers need to audit segments, but their numbers."""
+class Examiner(Protocol):
+    def examine(self, segment: int) -> tuple[dict[str, Any], int]:
+        """What there is to say of a segment, as JSON values, and the bytes read for it."""
 
-    spec: AuditSpec
-    output: str
+    def abort(self) -> None: ...
+
+
+class ExamineSpec(Protocol):
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def budget(self) -> int: ...
+
+    def examiner(self, sources: Sequence[ReadStore], output: ReadStore | None) -> Examiner: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExamineWork:
+    """Everything that workers need to examine segments of a plan, but their numbers; nothing is written."""
+
+    spec: ExamineSpec
+    output: str | None
+    """Place of the checkpoint that the plan made; None where it made none."""
     roots: tuple[str, ...]
     files: tuple[SourceFile, ...]
     slots: int
@@ -173,36 +191,37 @@ class AuditWork:
     @property
     def place(self) -> Path | None:
         """The output's directory; None where it is in no file system."""
-        return None if is_remote(self.output) else Path(self.output)
+        return None if self.output is None or is_remote(self.output) else Path(self.output)
 
     def reads(self) -> tuple[frozenset[int], ...]:
         return file_numbers(self.files, files_read(self.spec.plan))
 
     def lessened(self, number: int, budget: int | None) -> int | None:  # noqa: ARG002 - all parts are alike
-        """None: with less memory fewer tensors would be audited."""
+        """None: with less memory fewer tensors would be examined."""
         return None
 
     def open(self, device: torch.device, name: str) -> Runner:  # noqa: ARG002 - float64 is for processors
         sources = [open_store(root) for root in self.roots]
-        output = open_store(self.output)
-        return _AuditRunner(Auditor(self.spec, sources, output), (*sources, output), name)
+        output = None if self.output is None else open_store(self.output)
+        stores = (*sources, *([] if output is None else [output]))
+        return _ExamineRunner(self.spec.examiner(sources, output), stores, name)
 
 
 @dataclass(frozen=True, slots=True)
-class _AuditRunner:
-    auditor: Auditor
+class _ExamineRunner:
+    examiner: Examiner
     stores: Sequence[ReadStore]
     name: str
 
     def run(self, number: int, budget: int | None = None) -> Receipt:  # noqa: ARG002 - see ``lessened``
         began = time.monotonic()
-        findings, read_bytes = self.auditor.audit(number)
+        found, read_bytes = self.examiner.examine(number)
         receipt = Receipt(number, read_bytes, 0, round(time.monotonic() - began, 6), self.name, {})
-        return replace(receipt, report=findings.to_json())
+        return replace(receipt, report=found)
 
     def abort(self) -> None:
         """Let the segments in hand fail at their next tensor or sample."""
-        self.auditor.abort()
+        self.examiner.abort()
 
     def close(self) -> None:
         for store in self.stores:
@@ -309,48 +328,74 @@ class Audit:
             self._problems += error.problems
             return None
 
-    def _work(self, plan: Plan, located: Located, pool: Pool) -> AuditWork:
+    def _work(self, plan: Plan, located: Located, pool: Pool) -> ExamineWork:
         receipts = Ledger.read(self._output / RECORD / NAME)
         digests = op_digests(receipts.values())
-        budget = self._options.memory or usual_budget(self._options, free_memory())
-        if budget < LEAST_BUDGET:
-            what = f"a worker may use {format_size(budget)}, and an audit takes {format_size(LEAST_BUDGET)}."
-            raise OptionError(Problem("--memory", what, f"Give {format_size(LEAST_BUDGET)} or more."))
-        slots = max(1, min(pool.threads, budget // LEAST_BUDGET))
+        slots, budget = slots_and_budget(self._options, pool)
         spec = AuditSpec(
             plan=plan,
             name=self._name,
             digests=digests,
             sampling=Sampling(self._wanted.sample, self._seed),
             absent=located.absent,
-            budget=max(1, budget // slots - _FIXED),
+            budget=budget,
             most=self._wanted.most,
         )
         place = self._place if is_remote(self._place) else str(self._output)
-        return AuditWork(spec, place, tuple(located.roots), tuple(located.files), slots)
+        return ExamineWork(spec, place, tuple(located.roots), tuple(located.files), slots)
 
-    def _audited(self, plan: Plan, work: AuditWork, pool: Pool) -> Findings:
-        costs = plan["segments"].column("cost").to_pylist()
-        self._on_event(planned(plan, work.spec.budget * work.slots))
-        self._on_event(Started(pool.workers, pool.device, 0, 0, pool.threads))
-        by_segment: dict[int, Findings] = {}
+    def _audited(self, plan: Plan, work: ExamineWork, pool: Pool) -> Findings:
+        def findings_of(report: Mapping[str, Any]) -> Findings:
+            return Findings.from_json(report, self._wanted.most)
 
-        def take(receipts: Receipts) -> None:
-            for receipt in receipts:
-                by_segment[receipt.segment] = Findings.from_json(receipt.report, self._wanted.most)
-                cost = costs[receipt.segment]
-                self._on_event(
-                    SegmentDone(receipt.segment, receipt.worker, receipt.read_bytes, 0, cost, receipt.seconds)
-                )
-
-        do_parts(pool, work, costliest_first(costs), take, on_event=self._on_event, at_once=_STOPPED)
+        peak = work.slots * work.spec.budget
+        by_segment = examined(plan, work, pool, findings_of, on_event=self._on_event, peak=peak)
         findings = Findings(self._wanted.most)
-        # In the order of the files, whoever was first.
-        for segment in sorted(by_segment):
-            findings.take(by_segment[segment])
-        if len(by_segment) < len(costs):
+        for each in by_segment.values():
+            findings.take(each)
+        if len(by_segment) < len(plan["segments"]):
             raise IncompleteError(
-                f"stopped with {len(by_segment)} of {len(costs)} segments audited and "
+                f"stopped with {len(by_segment)} of {len(plan['segments'])} segments audited and "
                 f"{findings.num_problems} problems found in them. The same command begins anew."
             )
         return findings
+
+
+def slots_and_budget(options: RunOptions, pool: Pool) -> tuple[int, int]:
+    """Segments that a worker examines at once, and the bytes of memory that each may take."""
+    budget = options.memory or usual_budget(options, free_memory())
+    if budget < LEAST_BUDGET:
+        least = format_size(LEAST_BUDGET)
+        what = f"a worker may use {format_size(budget)}, and this takes {least}."
+        raise OptionError(Problem("--memory", what, f"Give {least} or more."))
+    slots = max(1, min(pool.threads, budget // LEAST_BUDGET))
+    return slots, max(1, budget // slots - _FIXED)
+
+
+_Found = TypeVar("_Found")
+
+
+def examined(
+    plan: Plan,
+    work: ExamineWork,
+    pool: Pool,
+    read: Callable[[Mapping[str, Any]], _Found],
+    *,
+    on_event: OnEvent,
+    peak: int,
+) -> dict[int, _Found]:
+    """What ``read`` makes of the report of each segment, in the order of segments; fewer than there are if it
+    was stopped. ``peak``: bytes of memory of a worker."""
+    costs = plan["segments"].column("cost").to_pylist()
+    on_event(planned(plan, peak))
+    on_event(Started(pool.workers, pool.device, 0, 0, pool.threads))
+    by_segment: dict[int, _Found] = {}
+
+    def take(receipts: Receipts) -> None:
+        for each in receipts:
+            by_segment[each.segment] = read(each.report)
+            cost = costs[each.segment]
+            on_event(SegmentDone(each.segment, each.worker, each.read_bytes, 0, cost, each.seconds))
+
+    do_parts(pool, work, costliest_first(costs), take, on_event=on_event, at_once=_STOPPED)
+    return dict(sorted(by_segment.items()))

@@ -1,0 +1,152 @@
+"""Measures what the parents of a merge do to its tensors, with a pool: before the merge, or of its output."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from raymerge.errors import CheckpointError, IncompleteError, Problem
+from raymerge.events import OnEvent
+from raymerge.execute.receipts import Receipt
+from raymerge.merge_plan.dispositions import Use
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.merge_plan.plan import Plan
+from raymerge.merge_plan.tables import load_plan
+from raymerge.options import RunOptions
+from raymerge.planner.inputs.sources import Prepared, holdings
+from raymerge.planner.merges import PlannedMerge
+from raymerge.publish.finish import record_at
+from raymerge.publish.output_place import steps_directory
+from raymerge.publish.record import NAME, RECORD, Ledger
+from raymerge.runtime.driver.audit_run import ExamineWork, examined, locate_sources, slots_and_budget
+from raymerge.runtime.driver.versions import source_files
+from raymerge.runtime.workers.pool import Pool
+from raymerge.storage.addresses import shown
+from raymerge.verifier.measure import BASE, InputKey, MeasureSpec, measured
+from raymerge.verifier.measurements import Kind, Report, Speed
+from raymerge.verifier.structure import RECORD_PLAN
+
+_NOT_MADE = "it is made of what a stage or another merge makes, which is not there"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a report is about: a plan, where its sources are, and what became of it."""
+
+    name: str
+    kind: Kind
+    plan: Plan
+    roots: tuple[str, ...]
+    files: tuple[SourceFile, ...]
+    absent: Mapping[int, str]
+    """Unreadable sources by index, with the reason."""
+    output: str | None = None
+    receipts: Mapping[int, Receipt] = field(default_factory=dict)
+
+
+def subject_of_merge(merge: PlannedMerge, name: str, kind: Kind = "recipe") -> Subject:
+    """What a planned merge would do; raises PlanError where it cannot run."""
+    held = holdings(merge.sources)
+    made = {number for number, each in enumerate(held) if isinstance(each, Prepared)} | merge.uses.keys()
+    files = tuple(each for each in source_files(held) if each.source not in made)
+    roots = tuple("." if number in made else each.root for number, each in enumerate(held))
+    return Subject(name, kind, merge.plan.require(), roots, files, dict.fromkeys(made, _NOT_MADE))
+
+
+@contextmanager
+def subject_of_output(place: Path | str, sources: Mapping[str, str], steps: str | None) -> Iterator[Subject]:
+    """A checkpoint that raymerge made. Raises CheckpointError: it keeps no plan, or cannot be read."""
+    name = shown(str(place))
+    with record_at(str(place)) as output:
+        if not (output / RECORD_PLAN).is_dir():
+            what = "it keeps no plan, so nobody knows what it was made of."
+            remedy = "Give a recipe, or what raymerge merged; 'raymerge diff A B --report' takes any two."
+            raise CheckpointError(Problem(name, what, remedy))
+        plan = load_plan(output / RECORD_PLAN)
+        located = locate_sources(plan, output, sources, steps_directory(place, steps))
+        if located.problems and len(located.absent) == len(located.roots):
+            raise CheckpointError(located.problems)
+        receipts = Ledger.read(output / RECORD / NAME)
+        found = tuple(located.roots), tuple(located.files), located.absent
+        yield Subject(name, "merge", plan, *found, output=str(place), receipts=receipts)
+
+
+class ReportRun:
+    def __init__(self, subject: Subject, options: RunOptions, *, is_exact: bool, on_event: OnEvent) -> None:
+        self._subject, self._options = subject, options
+        self._is_exact, self._on_event = is_exact, on_event
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._subject.plan["segments"])
+
+    def carry_out(self, pool: Pool) -> Report:
+        """Raises OptionError if workers lack the sources or the output, IncompleteError if stopped."""
+        subject, plan = self._subject, self._subject.plan
+        slots, budget = slots_and_budget(self._options, pool)
+        spec = MeasureSpec(plan, subject.absent, budget, self._is_exact, subject.output is not None)
+        work = ExamineWork(spec, subject.output, subject.roots, subject.files, slots)
+        pool.survey(work)
+        reports = examined(plan, work, pool, dict, on_event=self._on_event, peak=slots * budget)
+        if len(reports) < self.num_parts:
+            what = f"stopped with {len(reports)} of {self.num_parts} segments measured."
+            raise IncompleteError(f"{what} The same command begins anew.")
+        return self._report(reports)
+
+    def _report(self, reports: Mapping[int, Mapping[str, Any]]) -> Report:
+        subject, plan = self._subject, self._subject.plan
+        receipts = subject.receipts.values()
+        errors = {int(op): sums for each in receipts for op, sums in each.encoding_errors.items()}
+        found = measured(plan, reports.values(), errors)
+        names = [str(each["name"]) for each in plan.manifest["sources"]]
+        return Report(
+            name=subject.name,
+            kind=subject.kind,
+            method=str(plan.manifest["method"]),
+            parents=tuple(_parent_name(names, key) for key in found.parents),
+            base=None if found.base == BASE else names[found.base],
+            measurements=found.measurements,
+            routers=found.routers,
+            nbytes_by_use=nbytes_by_use(plan),
+            speeds=tuple(_speeds(plan, subject.receipts)),
+            is_exact=self._is_exact,
+            skipped=found.skipped,
+            raymerge=version("raymerge"),
+        )
+
+
+def _parent_name(names: list[str], key: InputKey) -> str:
+    return f"{names[key.source]} (again)" if key.again else names[key.source]
+
+
+def nbytes_by_use(plan: Plan) -> dict[str, int]:
+    """Bytes that are read of sources, by what becomes of them."""
+    copies, totals = [each.is_copy for each in plan.expressions], Counter[str]()
+    names = ("expression", "first_input", "num_inputs", "num_parts", "copy_of")
+    nbytes = plan["inputs"].column("nbytes").to_pylist()
+    for expression, first, num_inputs, num_parts, copy_of in plan.columns("ops", *names):
+        if copy_of < 0 and num_inputs:
+            is_merged = num_inputs > num_parts
+            use = Use.COPIED if copies[expression] else Use.MERGED if is_merged else Use.CONVERTED
+            totals[use.value] += sum(nbytes[first : first + num_inputs])
+    return dict(totals)
+
+
+def _speeds(plan: Plan, receipts: Mapping[int, Receipt]) -> Iterator[Speed]:
+    """Segments that only copy, and those that compute."""
+    copies = [each.is_copy for each in plan.expressions]
+    expressions = plan["ops"].column("expression").to_pylist()
+    segments = plan["segments"].select(["first_op", "num_ops"]).to_pylist()
+    by_kind: dict[str, list[Receipt]] = defaultdict(list)
+    for number, receipt in receipts.items():
+        first, count = segments[number]["first_op"], segments[number]["num_ops"]
+        is_copy = all(copies[each] for each in expressions[first : first + count])
+        by_kind["copied" if is_copy else "merged"].append(receipt)
+    for kind, own in sorted(by_kind.items()):
+        read, written = (sum(getattr(each, name) for each in own) for name in ("read_bytes", "written_bytes"))
+        yield Speed(kind, read, written, sum(each.seconds for each in own))
