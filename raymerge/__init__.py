@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from raymerge.api import report as report
     from raymerge.api import report_difference as report_difference
     from raymerge.api import submit as submit
+    from raymerge.api import suggest_recipe as suggest_recipe
+    from raymerge.api import suggestion_text as suggestion_text
     from raymerge.api import verify as verify
     from raymerge.api import verify_load as verify_load
 
@@ -41,6 +43,8 @@ __all__ = [
     "report",
     "report_difference",
     "submit",
+    "suggest_recipe",
+    "suggestion_text",
     "verify",
     "verify_load",
 ]

@@ -25,6 +25,9 @@ from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
+from raymerge.planner.suggestion.choice import Kind, Suggestion, arranged, choose
+from raymerge.planner.suggestion.models import find_base, read_models
+from raymerge.planner.suggestion.text import write as suggestion_text
 from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.publish.record import Journal
 from raymerge.recipes.entry import ModelReference
@@ -35,6 +38,7 @@ from raymerge.recipes.load import (
     draft_mapping,
     draft_recipes,
     join_drafts,
+    parse_recipe,
     with_order_problems,
 )
 from raymerge.recipes.moe import MoeRecipe
@@ -49,7 +53,7 @@ from raymerge.runtime.driver.run import RunResult
 from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
-from raymerge.storage.addresses import shown
+from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, shown
 from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup
 from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
@@ -204,6 +208,7 @@ __all__ = [
     "RunOptions",
     "RunResult",
     "Selection",
+    "Suggestion",
     "Verdict",
     "audit",
     "conversion",
@@ -221,6 +226,8 @@ __all__ = [
     "report",
     "report_difference",
     "submit",
+    "suggest_recipe",
+    "suggestion_text",
     "verify",
     "verify_load",
 ]
@@ -405,6 +412,50 @@ def audit(
         return prepared.carry_out(_pool(chosen, emit, parts=1))
     with _started(chosen, emit, parts=prepared.num_parts) as pool:
         return prepared.carry_out(pool)
+
+
+def suggest_recipe(
+    models: Sequence[str | Path], *, moe: bool = False, storage: StoreOptions = NO_OPTIONS
+) -> Suggestion:
+    """A first recipe for some models, adapters, or a model and adapters; ``suggestion_text`` writes it.
+
+    Reads headers, configs, tokenizers and model cards, of the Hub too, and no weights. ``moe``: build a
+    mixture of experts of dense models.
+
+    Raises:
+        CheckpointError: a model is absent, broken or unsupported.
+        PlanError: they do not fit each other, with every problem that a plan of the recipe would have."""
+    lookup = Lookup(options=storage)
+    named = arranged(read_models([parsed_model(str(each)) for each in models], lookup))
+    suggestion = choose(named, moe=moe)
+    guess = suggestion.guess
+    if guess is not None and not guess.is_named and suggestion.kind is not Kind.ADAPTERS:
+        base = find_base(guess.name, lookup)
+        with_base = choose(named, moe=moe, base=base)
+        if base is not None and not _suggestion_problems(with_base, lookup):
+            return with_base
+    if problems := _suggestion_problems(suggestion, lookup):
+        raise PlanError(problems)
+    return suggestion
+
+
+def _suggestion_problems(suggestion: Suggestion, lookup: Lookup) -> tuple[Problem, ...]:
+    """Problems that a plan of the suggested recipe has, from what is opened already."""
+    recipe = parse_recipe(suggestion_text(suggestion))
+    if suggestion.kind is Kind.ADAPTERS:
+        assert isinstance(recipe, Recipe)
+        return plan_adapters(recipe, lookup).plan.problems
+    opened = {(own.reference.path, own.reference.revision): own.checkpoint for own in suggestion.everyone}
+
+    def opener(reference: ModelReference) -> Checkpoint:
+        checkpoint = opened[reference.path, reference.revision]
+        assert checkpoint is not None
+        return checkpoint
+
+    try:
+        return plan_merges([recipe], Path(), version=version("raymerge"), opener=opener)[-1].plan.problems
+    except PlanError as error:
+        return error.problems
 
 
 def _draft(recipes: RecipesLike) -> Draft:

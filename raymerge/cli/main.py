@@ -14,6 +14,7 @@ from raymerge.cli.adapters import extract_lora
 from raymerge.cli.cluster import make_cluster_app
 from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
+from raymerge.cli.init import init
 from raymerge.cli.inspect import inspect
 from raymerge.cli.messages import guarded
 from raymerge.cli.methods import methods
@@ -43,7 +44,20 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_raymerge)
-    for verb in (submit, status, logs, stop, convert, plan, verify, diff, inspect, methods, extract_lora):
+    for verb in (
+        init,
+        submit,
+        status,
+        logs,
+        stop,
+        convert,
+        plan,
+        verify,
+        diff,
+        inspect,
+        methods,
+        extract_lora,
+    ):
         app.command()(verb)
     app.add_typer(make_cluster_app(), name="cluster")
     return app

@@ -457,4 +457,13 @@ MUTATIONS = (
         "or True:\n            continue",
         VERIFIER,
     ),
+    # What a first recipe takes from strangers, and what it writes over
+    Mutation(
+        "planner/suggestion/models.py",
+        "if each and each.isprintable() and",
+        "if each and",
+        "cli/test_cli_init.py",
+    ),
+    Mutation("planner/suggestion/models.py", "is_remote(name)", "False", "cli/test_cli_init.py"),
+    Mutation("cli/init.py", "and not force:", "and False:", "cli/test_cli_init.py"),
 )

@@ -1,0 +1,71 @@
+"""``raymerge init``: a first recipe for some models."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raymerge.cli.messages import command
+from raymerge.cli.options import ProfileFile
+from raymerge.cli.render.screen import make_console, own_stdout, show_table
+from raymerge.errors import OptionError, Problem
+from raymerge.runtime.workers.importing import heavy_imports
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from raymerge.api import Suggestion
+
+_MODELS_HELP = "Models or adapters: directories, Hub names or addresses; the base among them, if you have it."
+_STDOUT = "-"
+
+
+@command
+def init(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help=_MODELS_HELP)],
+    *,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; - for standard output.")
+    ] = "recipe.yml",
+    moe: Annotated[bool, typer.Option("--moe", help="Build a mixture of experts of dense models.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
+    profile: ProfileFile = None,
+) -> int:
+    """Write a commented recipe that fits some models; reads headers, no weights."""
+    if output != _STDOUT and os.path.lexists(output) and not force:
+        what = "is there already."
+        raise OptionError(Problem(f"-o {output}", what, "Name another file, or give --force to replace it."))
+    with own_stdout() as out:
+        with make_console(sys.stderr).status("reading headers"), heavy_imports():
+            from raymerge.api import suggest_recipe, suggestion_text
+            from raymerge.deploy.profiles import Profile, load_profile
+
+            storage = (Profile() if profile is None else load_profile(profile)).storage
+            suggestion = suggest_recipe(models, moe=moe, storage=storage)
+        if output == _STDOUT:
+            out.stream.write(suggestion_text(suggestion))
+            return 0
+        _write(Path(output), suggestion_text(suggestion, output))
+        _show(out.console, suggestion, output)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what, remedy = f"it cannot be written ({error.strerror}).", "Name a file in a writable directory."
+        raise OptionError(Problem(f"-o {path}", what, remedy)) from error
+
+
+def _show(console: Console, suggestion: Suggestion, output: str) -> None:
+    from raymerge.planner.suggestion.text import base_words, facts, next_command, title
+
+    console.print(f"{output}: {title(suggestion)}", soft_wrap=True)
+    rows = [(each.name, facts(each), base_words(suggestion, each)) for each in suggestion.everyone]
+    show_table(console, ("model", "what it is", "base"), rows)
+    console.print(f"\nnext: {next_command(suggestion, output)}", soft_wrap=True)
