@@ -16,6 +16,7 @@ from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
 from raymerge.cli.init import init
 from raymerge.cli.inspect import inspect
+from raymerge.cli.mergekit import Verbs, command_class
 from raymerge.cli.messages import guarded
 from raymerge.cli.methods import methods
 from raymerge.cli.plan import plan
@@ -37,6 +38,7 @@ def main() -> None:
 
 def make_app() -> typer.Typer:
     app = typer.Typer(
+        cls=Verbs,
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -58,7 +60,7 @@ def make_app() -> typer.Typer:
         methods,
         extract_lora,
     ):
-        app.command()(verb)
+        app.command(cls=command_class(verb.__name__))(verb)
     app.add_typer(make_cluster_app(), name="cluster")
     return app
 
