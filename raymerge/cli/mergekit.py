@@ -240,7 +240,7 @@ class Former:
 _FORMER: Mapping[str, Former] = MappingProxyType(
     {
         **dict.fromkeys(("yaml", "merge", "run", "moe", "multi", "pytorch"), Former("submit")),
-        "extract_lora": Former("extract-lora"),
+        "extract-lora": Former("extract-lora"),
         "tokensurgeon": Former("transplant", TRANSPLANT, ("", "--tokenizer", "-o")),
     }
 )

@@ -21,6 +21,7 @@ from raymerge.cli.render.screen import Output
 from raymerge.errors import AskedError, IncompleteError
 from raymerge.events import Event, Published, RayEnded, StageReport, Stopping
 from raymerge.options import RunOptions
+from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_alone, is_remote, shown
 from raymerge.storage.retry import KEPT
 
@@ -189,6 +190,8 @@ def rehearse(request: Request, out: Output) -> int:
     from raymerge.publish.output_place import place_of
     from raymerge.runtime.driver.chained_merges import MergeJob
 
+    if request.options.device == "cuda" and request.options.address is None:
+        _require_gpu()
     accounts = explain_all(request.recipe, request.output, request.options, title=request.title)
     if not out.as_json:
         show_accounts(out.console, accounts)
@@ -202,3 +205,10 @@ def rehearse(request: Request, out: Output) -> int:
     else:
         out.console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)
     return 0
+
+
+def _require_gpu() -> None:
+    with heavy_imports():
+        from raymerge.device_numerics import choose_device
+
+    choose_device("cuda")

@@ -466,4 +466,12 @@ MUTATIONS = (
     ),
     Mutation("planner/suggestion/models.py", "is_remote(name)", "False", "cli/test_cli_init.py"),
     Mutation("cli/init.py", "and not force:", "and False:", "cli/test_cli_init.py"),
+    # Options of mergekit that would change bytes
+    Mutation(
+        "cli/mergekit.py",
+        "if problems:\n                raise OptionError(problems)",
+        "if False:\n                raise OptionError(problems)",
+        "cli/test_cli_mergekit.py",
+    ),
+    Mutation("cli/mergekit.py", '"B": "GB"', '"B": "B"', "cli/test_cli_mergekit.py"),
 )
