@@ -79,7 +79,9 @@ def _compared(
 ) -> RouterRows:
     cosines = _unit(a) @ _unit(b).T
     own, nearest, best = np.diagonal(cosines), cosines.argmax(1), cosines.max(1)
-    return RouterRows(name, layer, first, second, tuple(own), tuple(map(int, nearest)), tuple(best))
+    return RouterRows(
+        name, layer, first, second, tuple(own.tolist()), tuple(nearest.tolist()), tuple(best.tolist())
+    )
 
 
 def _unit(rows: NDArray[np.floating]) -> Floats:

@@ -1,0 +1,130 @@
+"""Which layers and experts of one model are those of another, from sketches of their tensors.
+
+A sketch is a random projection: the cosine of two is that of the tensors, with an error of about
+``1 / sqrt(SKETCH)``. Put one after the other, those of a layer or an expert are as good as one long sketch.
+Models are numbered as in ``Measurements.sketches``: the parents, and the base last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from raymerge.architectures.rules import Role
+from raymerge.verifier.measurements import SKETCH, Floats, Label, Measurements
+
+Moved = Mapping[int, int]
+"""Places where a model has not the reference's layer or expert of this number, and the number that it has."""
+_Place = TypeVar("_Place", bound=Hashable)
+_MATCH = 0.8
+"""Above what chance gives: the largest of 400 cosines of 24 random numbers is about 0.75."""
+_LOST = 0.5
+"""Below what training gives: a model that moved by its own norm is still at 0.7."""
+_FEWEST_NUMBERS = 3 * SKETCH
+
+
+def is_matrix(label: Label) -> bool:
+    """Whether models that were trained apart differ in it: norms are near 1 in all of them."""
+    return label.role != Role.NORM and "norm" not in label.part and not label.part.endswith("bias")
+
+
+def kind_of(label: Label) -> str:
+    """The name of the part without layer and expert: the same for its like in other layers."""
+    head = f"{label.stack}." if label.stack else ""
+    name = label.part.removeprefix(f"{head}{label.layer}.") if label.layer >= 0 else label.part
+    return name.replace(f"experts.{label.expert}.", "experts.*.") if label.expert >= 0 else name
+
+
+def related(measured: Measurements) -> Mapping[str, Floats]:
+    """By role: cosines of the weights of each two models, all matrices counting alike: ``[P + 1, P + 1]``.
+
+    Of fewer than three matrices nothing can be said."""
+    rows = _rows_by(measured, lambda each: str(each.role) if is_matrix(each) else None)
+    of_models = {
+        role: _scaled(measured.sketches[indices]).swapaxes(0, 1)
+        for role, indices in rows.items()
+        if len(indices) * SKETCH >= _FEWEST_NUMBERS
+    }
+    return {role: _cosines(sketches, sketches) for role, sketches in of_models.items()}
+
+
+def moved_layers(measured: Measurements, model: int, reference: int) -> Mapping[str, Moved]:
+    """By stack; experts, which may be in another order, are not looked at."""
+    rows = _rows_by(
+        measured, lambda each: each.stack if each.layer >= 0 > each.expert and is_matrix(each) else None
+    )
+    found = {
+        stack: _moved(measured, indices, lambda each: each.layer, (model, reference))
+        for stack, indices in rows.items()
+    }
+    return {stack: moved for stack, moved in found.items() if moved}
+
+
+def moved_experts(measured: Measurements, model: int, reference: int) -> Mapping[int, Moved]:
+    """By layer."""
+    rows = _rows_by(measured, lambda each: (each.stack, each.layer) if each.expert >= 0 else None)
+    found = {
+        layer: _moved(measured, indices, lambda each: each.expert, (model, reference))
+        for (_, layer), indices in rows.items()
+    }
+    return {layer: moved for layer, moved in found.items() if moved and _is_one_to_one(moved)}
+
+
+def moved_rows(own: Iterable[float], nearest: Iterable[int], cosines: Iterable[float]) -> Moved:
+    """The same of the rows of a router, from their cosines."""
+    rows = enumerate(zip(own, nearest, cosines, strict=True))
+    moved = {row: other for row, (mine, other, best) in rows if mine < _LOST < _MATCH < best and other != row}
+    return moved if _is_one_to_one(moved) else {}
+
+
+def _is_one_to_one(moved: Moved) -> bool:
+    return len(set(moved.values())) == len(moved)
+
+
+def _rows_by(measured: Measurements, key: Callable[[Label], _Place | None]) -> Mapping[_Place, list[int]]:
+    rows = defaultdict[_Place, list[int]](list)
+    for index, label in enumerate(measured.labels):
+        place = key(label)
+        if place is not None:
+            rows[place].append(index)
+    return rows
+
+
+def _moved(
+    measured: Measurements, rows: Sequence[int], place_of: Callable[[Label], int], models: tuple[int, int]
+) -> Moved:
+    labels = [measured.labels[row] for row in rows]
+    places = sorted({place_of(label) for label in labels})
+    # Only sketches of equally many elements are projected alike.
+    keys = [(kind_of(label), measured.elements[row]) for label, row in zip(labels, rows, strict=True)]
+    number = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    if len(number) * SKETCH < _FEWEST_NUMBERS:
+        return {}
+    table = np.zeros((measured.num_parents + 1, len(places), len(number), SKETCH))
+    at = {place: index for index, place in enumerate(places)}
+    where = [at[place_of(label)] for label in labels], [number[key] for key in keys]
+    table[:, where[0], where[1]] = _scaled(measured.sketches[list(rows)]).swapaxes(0, 1)
+    cosines = np.nan_to_num(_cosines(table[models[0]], table[models[1]]), nan=-1.0)
+    own, nearest, best = np.diagonal(cosines), cosines.argmax(1), cosines.max(1)
+    is_moved = (own < _LOST) & (best > _MATCH)
+    return {places[index]: places[nearest[index]] for index in np.flatnonzero(is_moved)}
+
+
+def _scaled(sketches: Floats) -> Floats:
+    """``[n, M, SKETCH]``, each by its tensor's largest norm, so that none outweighs others."""
+    norms = np.linalg.norm(sketches, axis=-1)
+    largest = norms.max(1, initial=0)
+    scaled = sketches / np.where(largest > 0, largest, 1)[:, None, None]
+    return np.asarray(np.where(np.isfinite(norms)[..., None], scaled, 0))
+
+
+def _cosines(first: Floats, second: Floats) -> Floats:
+    """Of each two places ``[L, T, SKETCH]``, over the tensors that both have; NaN where they share none."""
+    squares = [np.einsum("ltc,ltc->lt", each, each) for each in (first, second)]
+    here = [each > 0 for each in squares]
+    norms = np.sqrt((squares[0] @ here[1].T) * (here[0] @ squares[1].T))
+    dots = np.tensordot(first, second, axes=([1, 2], [1, 2]))
+    return np.asarray(np.where(norms > 0, dots / np.where(norms > 0, norms, 1), np.nan))

@@ -1,0 +1,167 @@
+"""What a report says in words: planted faults are named, and ordinary merges are not called broken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kits.measured_arrays import router_rows
+from kits.measured_reports import BASE, EXPERTS, FIRST, SECOND, changed, make_report, permuted, swapped, usual
+from kits.tiny_parents import dense, mean, mixture, tuned, with_layers
+
+from raymerge.verifier.measurements import Report
+from raymerge.verifier.observations import Observation, observations, short_names
+
+OTHER = dense(7)
+NOISE = np.random.default_rng(0)
+
+
+def _noise(value: np.ndarray) -> np.ndarray:
+    return NOISE.standard_normal(value.shape) * 0.02
+
+
+FAULTS = {
+    "swapped": (make_report(FIRST, swapped(SECOND, {3: 9})), "layers 3 and 9 of parent 2 (two) are swapped"),
+    "swapped, no base": (make_report(FIRST, swapped(SECOND, {3: 9}), base=None), "3 and 9 of parent 2"),
+    "swapped, heavy": (make_report(swapped(tuned(BASE, 3, 0.3), {3: 9}), FIRST), "3 and 9 of parent 1"),
+    "shifted": (
+        make_report(FIRST, with_layers(SECOND, {5: 4, 6: 5, 7: 6})),
+        "layers 5 to 7 of parent 2 (two) are layers 4 to 6 of the base: shifted by 1",
+    ),
+    "experts": (
+        make_report(tuned(EXPERTS, 1), permuted(tuned(EXPERTS, 2)), base=EXPERTS),
+        "experts of parent 2 (two) are in another order than those of the base: in layers 0 to 3",
+    ),
+    "base of one": (make_report(FIRST, OTHER), "parent 2 (two) does not come from the base"),
+    "base of both": (make_report(OTHER, tuned(OTHER, 1)), "they have another one in common"),
+    "bases": (make_report(FIRST, OTHER, base=None), "these two have not the same base"),
+    "one of three": (make_report(FIRST, SECOND, OTHER, base=None), "parent 3 (three) has not the same base"),
+    "damaged layer": (
+        make_report(changed(FIRST, "layers.7.", _noise), SECOND), "layer 7 of parent 1 (one) is far off",
+    ),
+    "damaged layer, no base": (
+        make_report(changed(FIRST, "layers.7.", _noise), SECOND, base=None),
+        "layer 7 of parent 1 (one) or parent 2",
+    ),
+    "damaged layer of three": (
+        make_report(changed(FIRST, "layers.7.", _noise), SECOND, tuned(BASE, 3, 0.3), base=None),
+        "layer 7 of parent 1 (one) is far off",
+    ),
+    "zeros": (
+        make_report(FIRST, changed(SECOND, "layers.7.mlp", np.zeros_like)),
+        "3 tensors of parent 2 (two) are all zeros: model.layers.7.mlp.gate_proj.weight",
+    ),
+    "constant": (
+        make_report(changed(FIRST, "layers.7.mlp.up", lambda each: each * 0 + 0.02), SECOND),
+        "1 tensor of parent 1 (one) is far off",
+    ),
+    "embedding": (make_report(changed(FIRST, "embed", _noise), SECOND), "far off, relative change 1.4"),
+    "nan": (
+        make_report(changed(FIRST, "layers.2.mlp.up", lambda each: each * np.nan), SECOND),
+        "1 tensor of parent 1 (one) with nan or infinity: model.layers.2.mlp.up_proj.weight",
+    ),
+    "equal": (make_report(FIRST, FIRST), "parent 1 (one) and parent 2 (two) are equal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_the_one_problem_that_is_named(fault: str) -> None:
+    report, sentence = FAULTS[fault]
+    problems = [each for each in observations(report) if each.severity == "problem"]
+    assert len(problems) == 1, problems
+    assert sentence in problems[0].sentence.lower()
+    assert problems[0].remedy
+
+
+SOUND = {
+    "usual": usual(),
+    "no base": make_report(FIRST, SECOND, base=None, merged=mean(FIRST, SECOND)),
+    "heavy": make_report(tuned(BASE, 3, 0.3), FIRST, tuned(BASE, 4, 0.3)),
+    "heavy, no base": make_report(tuned(BASE, 3, 0.3), FIRST, base=None),
+    "sparse": make_report(tuned(BASE, 1, density=0.02), tuned(BASE, 2, density=0.02)),
+    "one layer trained": make_report(BASE | changed(BASE, "layers.11.", lambda each: each * 1.1), FIRST),
+    "mixtures": make_report(tuned(EXPERTS, 1), tuned(EXPERTS, 2), base=EXPERTS),
+    "the base": make_report(FIRST, BASE, merged=mean(FIRST, BASE)),
+    "many": make_report(*(tuned(BASE, seed) for seed in range(4))),
+    "tiny": make_report(tuned(dense(layers=1), 1), tuned(dense(layers=1), 2), base=dense(layers=1)),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_sound_parents_are_not_called_broken(case: str) -> None:
+    assert [each for each in observations(SOUND[case]) if each.severity == "problem"] == []
+
+
+def _sentence(report: Report, kind: str) -> str:
+    return _one(report, kind).sentence
+
+
+def _one(report: Report, kind: str) -> Observation:
+    (found,) = [each for each in observations(report) if each.kind == kind]
+    return found
+
+
+def test_what_is_usual_is_said_in_one_sentence_with_its_numbers() -> None:
+    (only,) = observations(usual())
+    assert only.sentence.startswith("Nothing unusual: relative changes 0.015, cosines of changes")
+
+
+def test_experts_that_moved_with_their_neurons_are_known_by_their_router_rows() -> None:
+    first, second = tuned(EXPERTS, 1), permuted(tuned(EXPERTS, 2))
+    turned = changed(second, "experts", lambda each: each[NOISE.permutation(len(each))])
+    models = {0: first, 1: turned, -1: EXPERTS}
+    names = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)]
+    rows = [each for layer, name in enumerate(names) for each in router_rows(name, layer, models)]
+    found = _one(make_report(first, turned, base=EXPERTS, routers=tuple(rows)), "experts_permuted")
+    assert "a layer have another's router rows" in found.sentence
+    assert "align: experts" in found.remedy
+
+
+def test_experts_of_another_model_are_unlike_but_not_permuted() -> None:
+    others = {
+        name: mixture(5)[name] if ".mlp." in name else value for name, value in tuned(EXPERTS, 1).items()
+    }
+    kinds = {each.kind for each in observations(make_report(others, tuned(EXPERTS, 2), base=EXPERTS))}
+    assert "experts_permuted" not in kinds
+    assert "role_unlike" in kinds
+
+
+def test_a_parent_that_is_the_base_is_named_as_a_note() -> None:
+    report = make_report(FIRST, BASE, merged=mean(FIRST, BASE))
+    assert _sentence(report, "is_base") == "Parent 2 (two) is the base: no number differs."
+
+
+def test_parents_that_oppose_each_other_are_named_with_where() -> None:
+    against = {
+        name: 2 * BASE[name] - value if "self_attn" in name and ".4." in name else SECOND[name]
+        for name, value in FIRST.items()
+    }
+    against = {name: value + 0.02 * (SECOND[name] - BASE[name]) for name, value in against.items()}
+    assert [each for each in observations(make_report(FIRST, against)) if each.kind == "conflict"] == []
+    opposed = changed(against, "self_attn", lambda each: each)
+    for layer in range(4, 9):
+        for word in "qkvo":
+            name = f"model.layers.{layer}.self_attn.{word}_proj.weight"
+            opposed[name] = 2 * BASE[name] - FIRST[name]
+    found = _one(make_report(FIRST, opposed), "conflict")
+    assert "most in role attention, layers 4 to 8" in found.sentence
+    assert (found.layers, found.roles) == ((4, 5, 6, 7, 8), ("attention",))
+
+
+def test_a_result_that_is_one_parent_follows_it_and_lacks_the_other() -> None:
+    report = make_report(FIRST, SECOND, merged=SECOND)
+    assert "follows parent 2 (two)" in _sentence(report, "follows").replace(
+        "follows two", "follows parent 2 (two)"
+    )
+    assert _sentence(report, "absent").startswith("Almost nothing of parent 1 (one)")
+
+
+def test_changes_below_a_step_of_bfloat16_and_a_mean_of_many_are_noted() -> None:
+    assert "below one step of bfloat16" in _sentence(make_report(tuned(BASE, 1, 0.0005)), "invisible")
+    parents = [tuned(BASE, seed) for seed in range(8)]
+    weak = make_report(*parents[:4], merged=mean(*parents, *([BASE] * 4)))
+    assert "of the norm of the largest parent's" in _sentence(weak, "shrunk")
+
+
+def test_short_names_are_as_long_as_they_must_be() -> None:
+    assert short_names(("a/x/model", "a/y/model", "hub/other")) == ("x/model", "y/model", "other")
+    assert short_names(("same", "same")) == ("same", "same")
