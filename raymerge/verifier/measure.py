@@ -96,10 +96,13 @@ class Measurer:
                 continue
             try:
                 for number, part in enumerate(op.parts):
-                    measured = _Part(op, part, reader, self._output, self._spec)
-                    rows.append({"op": op.index, "part": number, **measured.sums(self._sampled(part))})
+                    own = _Part(op, part, reader, self._output, self._spec)
+                    place, num_fused = {"op": op.index, "part": number}, self._num_fused(part)
+                    rows += [
+                        {**place, **each} for each in own.rows(num_fused, self._sampled(part, num_fused))
+                    ]
                     if op.first_element == 0 and self._is_router(part):
-                        routers += [{"op": op.index, **each} for each in measured.router_rows()]
+                        routers += [{"op": op.index, **each} for each in own.router_rows()]
             except CheckpointError as error:
                 skipped[f"it cannot be read: {error.problems[0].what}"] += 1
         return {"rows": rows, "routers": routers, "skipped": skipped}, reader.nbytes
@@ -118,12 +121,19 @@ class Measurer:
             )
         return ""
 
-    def _sampled(self, part: JobPart) -> int:
-        """Elements to read of a tensor of this kind; 0 for all."""
+    def _num_fused(self, part: JobPart) -> int:
+        """Experts that lie one after the other in a logical tensor; 0 where it is not of several."""
+        info = self._describe(part.logical)
+        is_fused = info.part is Role.EXPERT and info.expert is None and len(part.shape) > 2
+        return part.shape[0] if is_fused else 0
+
+    def _sampled(self, part: JobPart, num_fused: int) -> int:
+        """Elements to read of a tensor of this kind, or of each of the fused experts in it; 0 for all."""
         if self._spec.is_exact:
             return 0
-        is_expert = self._describe(part.logical).expert is not None
-        return max(_LEAST, _SAMPLE // max(1, self._num_experts)) if is_expert else _SAMPLE
+        if num_fused or self._describe(part.logical).expert is not None:
+            return max(_LEAST, _SAMPLE // max(1, num_fused or self._num_experts))
+        return _SAMPLE
 
     def _is_router(self, part: JobPart) -> bool:
         info = self._describe(part.logical)
@@ -181,11 +191,22 @@ class _Part:
         self._base = sources[0] if self._has_base else BASE
         self._chunk = max(SKETCH, min(_CHUNK, spec.budget // (_ELEMENT_BYTES * (len(sources) + 1))))
 
-    def sums(self, sampled: int) -> dict[str, Any]:
-        """The sums of this tensor, as JSON values; ``sampled``: elements to read, 0 for all."""
+    def rows(self, num_fused: int, sampled: int) -> Iterator[dict[str, Any]]:
+        """The sums of this tensor, or of each of the fused experts in it, as JSON values.
+
+        ``sampled``: elements to read of each, 0 for all."""
+        if not num_fused:
+            yield self._sums((self._first, self._stop), sampled)
+            return
+        size = prod(self._shape) // num_fused
+        for expert in range(self._first // size, -(-self._stop // size)):
+            own = max(self._first, expert * size), min(self._stop, (expert + 1) * size)
+            yield {"expert": expert, **self._sums(own, sampled)}
+
+    def _sums(self, span: tuple[int, int], sampled: int) -> dict[str, Any]:
         total: dict[str, Floats] = {}
-        elements, read = self._stop - self._first, 0
-        for runs in self._blocks(sampled):
+        elements, read = span[1] - span[0], 0
+        for runs in self._blocks(span, sampled):
             lengths = [stop - start for start, stop in runs]
             read += sum(lengths)
             own = self._block(runs, np.cumsum([0, *lengths[:-1]]))
@@ -200,13 +221,13 @@ class _Part:
         counts = {"elements": float(elements), "sampled": float(read)}
         return {**facts, **counts, "sums": {name: np.ravel(each).tolist() for name, each in scaled.items()}}
 
-    def _blocks(self, sampled: int) -> Iterator[list[tuple[int, int]]]:
+    def _blocks(self, span: tuple[int, int], sampled: int) -> Iterator[list[tuple[int, int]]]:
         """Runs of elements that are measured together."""
-        if 0 < sampled < self._stop - self._first:
-            yield _runs(self._first, self._stop, min(sampled, self._chunk))
+        if 0 < sampled < span[1] - span[0]:
+            yield _runs(*span, min(sampled, self._chunk))
             return
-        for start in range(self._first, self._stop, self._chunk):
-            yield [(start, min(start + self._chunk, self._stop))]
+        for start in range(*span, self._chunk):
+            yield [(start, min(start + self._chunk, span[1]))]
 
     def _block(self, runs: Sequence[tuple[int, int]], begins: NDArray[np.int64]) -> dict[str, Floats]:
         values = np.concatenate([np.stack([e.read(*run)[0] for e in self._inputs]) for run in runs], axis=1)
@@ -217,16 +238,15 @@ class _Part:
         return {**sums_of(base, parents, merged), "variance": _variance(base, parents, begins)}
 
     def router_rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of this router in each model against those of the first."""
-        rows = [each.read(0, prod(self._shape))[0].reshape(self._shape) for each in self._inputs]
+        """The rows of this router in each model against those of the base, or of the first model."""
+        rows = [_unit_rows(each.read(0, prod(self._shape))[0].reshape(self._shape)) for each in self._inputs]
         keys: list[Any] = [list(key) for key in self._keys]
-        models = [BASE, *keys] if self._has_base else keys
-        first = _unit_rows(rows[0])
-        for model, other in zip(models[1:], rows[1:], strict=True):
-            cosines = first @ _unit_rows(other).T
+        other, *models = [BASE, *keys] if self._has_base else keys
+        for model, own in zip(models, rows[1:], strict=True):
+            cosines = own @ rows[0].T
             nearest = cosines.argmax(1)
             yield {
-                "models": [models[0], model],
+                "models": [model, other],
                 "own": np.diag(cosines).tolist(),
                 "nearest": nearest.tolist(),
                 "nearest_cosines": cosines[np.arange(len(nearest)), nearest].tolist(),
@@ -362,7 +382,7 @@ def _labels(plan: Plan, rows: Sequence[Mapping[str, Any]], describe: Describe) -
                 stack=info.stack,
                 layer=-1 if info.layer is None else info.layer,
                 role=info.role.value,
-                expert=-1 if info.expert is None else info.expert,
+                expert=row.get("expert", -1 if info.expert is None else info.expert),
                 method=expression.method,
                 stored_as="" if expression.encode is None else expression.encode.format.name,
             )
