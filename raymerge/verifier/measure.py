@@ -274,8 +274,8 @@ def sums_of(base: Floats | None, parents: Floats, merged: Floats | None) -> dict
     change = None if merged is None else merged - origin
     none = np.zeros(len(parents))
     return {
-        "base": np.full(len(parents), origin @ origin),
-        "gram": deltas @ deltas.T,
+        "base": np.full(len(parents), _dots(origin[None], origin[None])[0, 0]),
+        "gram": _dots(deltas, deltas),
         "magnitudes": magnitudes.sum(1),
         "magnitude_of_sum": np.abs(deltas.sum(0)).sum(),
         "pair_magnitudes": pairs,
@@ -283,10 +283,15 @@ def sums_of(base: Floats | None, parents: Floats, merged: Floats | None) -> dict
         "invisible": none if base is None else _invisible(base, magnitudes),
         "largest": magnitudes.max(1, initial=0.0),
         "overlap": _overlap(magnitudes),
-        "merged": np.asarray(0.0 if change is None else change @ change),
-        "merged_dots": none if change is None else deltas @ change,
+        "merged": np.asarray(0.0) if change is None else _dots(change[None], change[None])[0, 0],
+        "merged_dots": none if change is None else _dots(deltas, change[None])[:, 0],
         "sketches": _sketch(np.vstack([parents, origin])),
     }
+
+
+def _dots(one: Floats, other: Floats) -> Floats:
+    # Not by BLAS: its sums hang on its threads, and starting these takes longer than the sums.
+    return np.asarray(np.einsum("jn,kn->jk", one, other))
 
 
 def _invisible(base: Floats, magnitudes: Floats) -> Floats:
@@ -300,7 +305,7 @@ def _overlap(magnitudes: Floats) -> Floats:
     place = count - max(1, count // _LARGEST_SHARE)
     thresholds = np.partition(magnitudes, place, axis=1)[:, place]
     is_large = ((magnitudes >= thresholds[:, None]) & (magnitudes > 0)).astype(np.float64)
-    both, own = is_large @ is_large.T, is_large.sum(1)
+    both, own = _dots(is_large, is_large), is_large.sum(1)
     either = own[:, None] + own[None, :] - both
     return np.asarray(np.where(either > 0, both / np.maximum(either, 1), 0.0) * count)
 
