@@ -93,6 +93,8 @@ def targets(results: Results) -> Iterator[Target]:
         (run.SCALED, run.ONE, run.TWO),
         in_run,
     )
+    report = ratio(results, "linear", run.REPORT, run.INLINE, whole)
+    yield Target("linear: whole process with a report of its parents, times that without", 1.1, True, report)
     plan = middle(results, run.PLAN, "raymerge plan", whole)
     yield Target("raymerge plan of a 7B pair, whole process, seconds", 3.0, True, plan)
     submit = middle(results, run.SUBMIT, run.RAY, whole)

@@ -180,25 +180,22 @@ def test_codes_with_scales_are_measured_as_the_numbers_that_they_stand_for(tmp_p
         assert changes[name] == pytest.approx(np.linalg.norm(delta) / np.linalg.norm(base), rel=1e-6), name
 
 
-def test_what_cannot_be_measured_is_counted_with_its_reason(merged: Path, tmp_path: Path) -> None:
-    here = shutil.copytree(merged, tmp_path / "merged")
+def test_a_report_needs_the_plan_and_the_sources(merged: Path, tmp_path: Path) -> None:
     gone = shutil.copytree(QUICKSTART / "code", tmp_path / "code")
     recipe = yaml.safe_load((merged / "raymerge" / "recipe.yml").read_text())
     recipe["models"][0]["model"] = str(gone)
     out = tmp_path / "out"
     submit(recipe, out, INLINE)
     shutil.rmtree(gone)
-    made = report(out, INLINE)
-    assert len(made.measurements) == 0
-    assert made.skipped is not None
-    assert [reason for reason in made.skipped if str(gone) in reason]
+    with pytest.raises(CheckpointError, match="Say where it is as it was: --source"):
+        report(out, INLINE)
     moved = report(out, INLINE, sources={str(gone): str(QUICKSTART / "code")})
     assert len(moved.measurements) == len(expected(None))
-    shutil.rmtree(here / "raymerge")
-    with pytest.raises(CheckpointError, match="keeps no plan"):
-        report(here, INLINE)
     with pytest.raises(OptionError, match="--memory"):
-        report(out, RunOptions(inline=True, memory=1 << 20))
+        report(merged, RunOptions(inline=True, memory=1 << 20))
+    shutil.rmtree(out / "raymerge")
+    with pytest.raises(CheckpointError, match="keeps no plan"):
+        report(out, INLINE)
 
 
 def test_a_tensor_of_one_model_alone_has_nothing_to_be_compared_with(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class Subject:
     """Unreadable sources by index, with the reason."""
     output: str | None = None
     receipts: Mapping[int, Receipt] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    """What the user can change about absent sources."""
 
 
 def subject_of_merge(merge: PlannedMerge, name: str, kind: Kind = "recipe") -> Subject:
@@ -69,11 +71,9 @@ def subject_of_output(place: Path | str, sources: Mapping[str, str], steps: str 
             raise CheckpointError(Problem(name, what, remedy))
         plan = load_plan(output / RECORD_PLAN)
         located = locate_sources(plan, output, sources, steps_directory(place, steps))
-        if located.problems and len(located.absent) == len(located.roots):
-            raise CheckpointError(located.problems)
         receipts = Ledger.read(output / RECORD / NAME)
         found = tuple(located.roots), tuple(located.files), located.absent
-        yield Subject(name, "merge", plan, *found, output=str(place), receipts=receipts)
+        yield Subject(name, "merge", plan, *found, str(place), receipts, tuple(located.problems))
 
 
 class ReportRun:
@@ -86,7 +86,8 @@ class ReportRun:
         return len(self._subject.plan["segments"])
 
     def carry_out(self, pool: Pool) -> Report:
-        """Raises OptionError if workers lack the sources or the output, IncompleteError if stopped."""
+        """Raises OptionError if workers lack the sources or the output, CheckpointError if nothing can be
+        measured since sources are gone, IncompleteError if stopped."""
         subject, plan = self._subject, self._subject.plan
         slots, budget = slots_and_budget(self._options, pool)
         spec = MeasureSpec(plan, subject.absent, budget, self._is_exact, subject.output is not None)
@@ -103,6 +104,8 @@ class ReportRun:
         receipts = subject.receipts.values()
         errors = {int(op): sums for each in receipts for op, sums in each.encoding_errors.items()}
         found = measured(plan, reports.values(), errors)
+        if subject.problems and not len(found.measurements):
+            raise CheckpointError(subject.problems)
         names = [str(each["name"]) for each in plan.manifest["sources"]]
         return Report(
             name=subject.name,
