@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -72,6 +72,17 @@ def read_memory(memory: str | None) -> int | None:
     except ValueError as error:
         remedy = "The memory of one worker is a number with a unit."
         raise OptionError(Problem("--memory", f"{error}.", remedy)) from error
+
+
+def read_sources(texts: Sequence[str] | None) -> Iterator[tuple[str, str]]:
+    for text in texts or ():
+        name, equals, place = text.partition("=")
+        if not (name and equals and place):
+            what = f"'{text}' does not say which source is where."
+            raise OptionError(
+                Problem("--source", what, "Write NAME=DIRECTORY, with the name from the recipe.")
+            )
+        yield name, place
 
 
 _IN_PROFILES = ("workers", "threads", "memory", "device", "patience", "scratch", "steps")

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,15 +16,16 @@ from typing import TYPE_CHECKING
 from raymerge.cli.adapters import show_combination
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
 from raymerge.cli.plan import explain_all
-from raymerge.cli.render.progress import make_progress
+from raymerge.cli.render.progress import Tally, make_progress
 from raymerge.cli.render.reports import show_accounts, show_routing
-from raymerge.cli.render.screen import Output
+from raymerge.cli.render.screen import Output, make_console
 from raymerge.errors import AskedError, IncompleteError
-from raymerge.events import Event, Published, RayEnded, StageReport, Stopping
+from raymerge.events import Event, OnEvent, Published, RayEnded, StageReport, Stopping
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_alone, is_remote, shown
 from raymerge.storage.retry import KEPT
+from raymerge.units import format_duration
 
 if TYPE_CHECKING:
     from typing import IO
@@ -123,6 +125,30 @@ def terminable() -> Iterator[Ending]:
         if is_main:
             signal.signal(signal.SIGTERM, before)
         ending.cancel()
+
+
+@contextmanager
+def examining(what: str, out: Output) -> Iterator[OnEvent]:
+    """Work that writes no checkpoint: shown on a terminal, and ended in time after a stop request."""
+    with terminable() as ending:
+        ending.json_to, ending.remedy = out.stream if out.as_json else None, "Give the same command again."
+        with shown_status(what, ending) as show:
+            yield show
+
+
+@contextmanager
+def shown_status(what: str, ending: Ending) -> Iterator[OnEvent]:
+    tally = Tally()
+    with make_console(sys.stderr).status(what) as status:
+
+        def show(event: Event) -> None:
+            ending.heed(event)
+            tally.take(event)
+            left = tally.seconds_left
+            more = "" if left is None else f", {format_duration(left)} to go"
+            status.update(f"{what}: {tally.fraction:.0%}{more}")
+
+        yield show
 
 
 def run(request: Request, out: Output, ending: Ending, *, of_adapters: bool = False) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -13,18 +12,26 @@ import typer
 from rich.text import Text
 
 from raymerge.cli.messages import command, show_problems
-from raymerge.cli.options import Address, Inline, Memory, ProfileFile, Threads, Workers, reached, read_memory
-from raymerge.cli.render.progress import Tally
+from raymerge.cli.options import (
+    Address,
+    Inline,
+    Memory,
+    ProfileFile,
+    Threads,
+    Workers,
+    reached,
+    read_memory,
+    read_sources,
+)
 from raymerge.cli.render.screen import Output, counted, make_console, own_stdout, printable
-from raymerge.cli.running import Ending, terminable
+from raymerge.cli.running import examining, terminable
 from raymerge.errors import OptionError, Problem
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
-from raymerge.units import format_duration, format_size
+from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from raymerge.api import AuditOptions, LoadVerdict, ReplayVerdict, Verdict
-    from raymerge.events import Event, OnEvent
     from raymerge.verifier.audit import AuditVerdict
 
 _Pieces: TypeAlias = tuple[str | tuple[str, str], ...]
@@ -80,7 +87,7 @@ def verify(
 ) -> int:
     """Check a checkpoint; the exit code is the verdict."""
     place = reached(out, profile)
-    places = {name: reached(where, profile) for name, where in map(_source, source or ())}
+    places = {name: reached(where, profile) for name, where in read_sources(source)}
     if replay and level is not Level.STRUCTURE:
         what = f"it is a check of its own, and so is --level {level.value}."
         raise OptionError(Problem("--replay", what, "Give one after the other."))
@@ -96,14 +103,6 @@ def verify(
         with heavy_imports():
             from raymerge.api import AuditOptions
         return _audit(place, AuditOptions(sample, seed, places, show, steps), options, stdout)
-
-
-def _source(text: str) -> tuple[str, str]:
-    name, equals, place = text.partition("=")
-    if not (name and equals and place):
-        what = f"'{text}' does not say which source is where."
-        raise OptionError(Problem("--source", what, "Write NAME=DIRECTORY, with the name from the recipe."))
-    return name, place
 
 
 def _structure(place: str, out: Output) -> int:
@@ -162,33 +161,15 @@ def _replay(place: str, sources: Mapping[str, str], out: Output) -> int:
 def _audit(place: str, audited: AuditOptions, options: RunOptions, out: Output) -> int:
     from raymerge.api import audit
 
-    with terminable() as ending:
-        ending.json_to, ending.remedy = out.stream if out.as_json else None, "Give the same command again."
-        with _progress(ending) as show:
-            verdict = audit(place, audited, options, on_event=show)
-        tensors, total = counted(verdict.tensors, "tensor"), verdict.num_problems
-        good: _Pieces = ("is ", _SOUND, f": {tensors}.")
-        if verdict.is_by_bytes_alone:
-            unproven = f": {tensors}. Whether they are right was not audited."
-            good = ("is ", ("as it was written", "bold yellow"), unproven)
-        bad, lines, more = ("is ", _NOT_SOUND), _audit_lines(verdict), f"; --show {total} shows them"
-        return _show(out, verdict, verdict.structure.path, good, bad, lines, total=total, more=more)
-
-
-@contextmanager
-def _progress(ending: Ending) -> Iterator[OnEvent]:
-    """Shows audit progress on a terminal, and ends an audit in time after a stop request."""
-    tally = Tally()
-    with make_console(sys.stderr).status("auditing") as status:
-
-        def show(event: Event) -> None:
-            ending.heed(event)
-            tally.take(event)
-            left = tally.seconds_left
-            more = "" if left is None else f", {format_duration(left)} to go"
-            status.update(f"auditing: {tally.fraction:.0%}{more}")
-
-        yield show
+    with examining("auditing", out) as show:
+        verdict = audit(place, audited, options, on_event=show)
+    tensors, total = counted(verdict.tensors, "tensor"), verdict.num_problems
+    good: _Pieces = ("is ", _SOUND, f": {tensors}.")
+    if verdict.is_by_bytes_alone:
+        unproven = f": {tensors}. Whether they are right was not audited."
+        good = ("is ", ("as it was written", "bold yellow"), unproven)
+    bad, lines, more = ("is ", _NOT_SOUND), _audit_lines(verdict), f"; --show {total} shows them"
+    return _show(out, verdict, verdict.structure.path, good, bad, lines, total=total, more=more)
 
 
 def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:

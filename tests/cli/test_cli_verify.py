@@ -28,8 +28,7 @@ import raymerge.api
 from raymerge.api import RunOptions
 from raymerge.cli.render.progress import PlainProgress
 from raymerge.cli.render.reports import show_routing
-from raymerge.cli.running import Ending
-from raymerge.cli.verify import _progress
+from raymerge.cli.running import Ending, shown_status
 from raymerge.dtypes import DType, config_name
 from raymerge.events import (
     DuplicatesFound,
@@ -147,7 +146,7 @@ def test_an_audit_that_could_compare_nothing_does_not_say_sound(copy: Path) -> N
 
 def test_an_audit_ends_in_time_once_it_is_told_to() -> None:
     ending = Ending()
-    with _progress(ending) as show:
+    with shown_status("auditing", ending) as show:
         show(Stopping(None))
         assert not ending._timers
         show(Stopping(1.0))
@@ -161,7 +160,8 @@ def test_an_audit_whose_ray_dies_says_so(
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    with _progress(Ending(json_to=sys.__stdout__ if as_json else None)) as show:
+    ending = Ending(json_to=sys.__stdout__ if as_json else None)
+    with shown_status("auditing", ending) as show:
         show(RayEnded("raylet"))
     said, shown = "the embedded Ray of this command has ended (raylet died).", capfd.readouterr()
     assert codes == [3]
