@@ -22,7 +22,6 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
 from raymerge.merge_plan.plan import Plan, make_plan
 from raymerge.planner.inputs.sources import (
-    AlignSpec,
     OpenedModels,
     Opener,
     Source,
@@ -39,6 +38,8 @@ from raymerge.planner.moe.expert_set import decide_expert_set
 from raymerge.planner.moe.shape import gate_stage, shape_of
 from raymerge.planner.outputs.build import decide_merge, finish_plan
 from raymerge.planner.parameter_check import check_recipe, neutral_recipe
+from raymerge.planner.tokenizer.vocabulary import approximation_of
+from raymerge.planner.transplant import transplant_stages
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import Draft
@@ -63,6 +64,8 @@ def stages_of(
         stages = (gate_stage(recipe, shape_of(recipe, sources), version=version),)
     elif isinstance(recipe, Recipe) and recipe.align:
         stages = align_stages(recipe, sources, version=version)
+    elif isinstance(recipe, Recipe) and approximation_of(recipe) is not None:
+        stages = transplant_stages(recipe, sources, version=version)
     if not made_by:
         return tuple(stages)
     salted = ["/".join((stage.digest, *made_by)).encode() for stage in stages]
@@ -73,8 +76,7 @@ def stages_of(
 def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path) -> tuple[Source, ...]:
     made: dict[int, list[Stage]] = {}
     for stage in stages:
-        owner = stage.spec.other if isinstance(stage.spec, AlignSpec) else stage.spec.base
-        made.setdefault(owner.index, []).append(stage)
+        made.setdefault(stage.spec.owner.index, []).append(stage)
     return tuple(
         replace(source, prepared=tuple(prepared_of(stage, root) for stage in made.get(source.index, ())))
         for source in sources

@@ -107,6 +107,10 @@ class TokenEntry(Entry):
     """Whether sources that have the token take this row too."""
 
 
+APPROXIMATIONS = ("omp", "subword", "mean")
+DEFAULT_ATOMS = 64
+
+
 class Tokenizer(Entry):
     shape: ClassVar[str] = "a map like {source: union}"
 
@@ -115,6 +119,31 @@ class Tokenizer(Entry):
     tokens: Mapping[str, TokenEntry] = {}
     """Rows by token; missing tokens are added in this order."""
     pad_to_multiple_of: Annotated[int, by(between(1))] | None = None
+    approximation: Annotated[str, by(choice_of(*APPROXIMATIONS))] | None = None
+    """How rows are made for tokens of the source that the model lacks: ``omp`` of the shared tokens that make
+    up the source's row (arXiv 2506.06607), ``subword`` of its own tokens that the text is split into, or the
+    ``mean`` of all; None takes other models' rows as they are."""
+    k: Annotated[int, by(between(1))] | None = None
+    """Shared tokens that ``omp`` makes a row of; None for 64."""
+
+    @property
+    def num_atoms(self) -> int:
+        return DEFAULT_ATOMS if self.k is None else self.k
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        approximation = data.get("approximation")
+        if data.get("k") is not None and approximation != "omp":
+            what = "'k' is the number of tokens that omp makes a row of."
+            yield Fault(("k",), what, "Remove it, or write 'approximation: omp'.")
+        if approximation is None:
+            return
+        if data.get("source", "union") in ("union", "base"):
+            what = "'approximation' makes rows for the tokens of another model."
+            yield Fault(("source",), what, "Name that model: 'source: PATH'.")
+        if data.get("tokens"):
+            what = "'tokens' chooses rows by token, and with 'approximation' all are made alike."
+            yield Fault(("tokens",), what, "Remove one of the two.")
 
 
 _energy = number_if(

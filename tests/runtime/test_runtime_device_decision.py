@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kits.merge_cases import Family, digests, merge, recipes
+from kits.stage_maker import gate_stage
 
 from raymerge.api import plan_for
 from raymerge.device_numerics import DeviceChoice
@@ -49,8 +50,8 @@ def test_a_gpu_is_for_decompositions(
 
 def test_a_gpu_is_for_stages(small: Family, tmp_path: Path) -> None:
     merges = plan_for(recipes(small)["linear"], tmp_path / "out", AUTO)
-    staged = [replace(each, stages=(object(),)) for each in merges]  # type: ignore[arg-type]
-    assert device_for(staged, ()).device == "cuda"
+    stage = gate_stage(merges[0].sources[0])
+    assert device_for([replace(each, stages=(stage,)) for each in merges], ()).device == "cuda"
 
 
 def test_a_run_tells_why(small: Family, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from raymerge.architectures.moe_targets import AddedTensor
@@ -85,6 +87,18 @@ class GateSpec:
     """For ridge, relative to the mean of the Gram matrix's diagonal."""
     constants: tuple[AddedTensor, ...]
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self.base,)
+
+    @property
+    def owner(self) -> Source:
+        """The model that the result belongs to."""
+        return self.base
+
+    def over(self, opened: Callable[[Source], Source]) -> GateSpec:
+        return replace(self, base=opened(self.base))
+
 
 @dataclass(frozen=True, slots=True)
 class AlignSpec:
@@ -98,13 +112,75 @@ class AlignSpec:
     layers: tuple[int, ...]
     neurons: bool
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self.reference, self.other)
+
+    @property
+    def owner(self) -> Source:
+        return self.other
+
+    def over(self, opened: Callable[[Source], Source]) -> AlignSpec:
+        return replace(self, reference=opened(self.reference), other=opened(self.other))
+
+
+EMBEDDING_ROWS, HEAD_ROWS = "embedding", "head"
+"""Names of the tensors in the result of a transplant."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowMatrix:
+    """A matrix with a row for each token: its name in the result of a stage, and its logical names."""
+
+    name: str
+    base: str
+    donor: str
+    """"" where the donor's rows are not read."""
+    base_shape: tuple[int, int]
+    donor_shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransplantSpec:
+    """Rows of a base for tokens that only a donor's tokenizer has.
+
+    The result has a float32 ``[targets, width]`` for each matrix, by its name."""
+
+    base: Source
+    donor: Source
+    approximation: str
+    k: int
+    matrices: tuple[RowMatrix, ...]
+    shared: npt.NDArray[np.int64]
+    """Rows of the tokens that both have, in donor and base: ``[2, shared]``, by the donor's."""
+    targets: npt.NDArray[np.int64]
+    """The donor's row of each token to be made, or -1 where it has none: ``[targets]``."""
+    pieces: tuple[tuple[int, ...], ...]
+    """For ``subword`` the base's rows that each is the mean of; none for the mean of all."""
+    known: npt.NDArray[np.int64]
+    """The base's rows that have a token, whose mean stands for what nothing else is known of."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self.base, self.donor)
+
+    @property
+    def owner(self) -> Source:
+        return self.base
+
+    def over(self, opened: Callable[[Source], Source]) -> TransplantSpec:
+        return replace(self, base=opened(self.base), donor=opened(self.donor))
+
+
+StageSpec: TypeAlias = GateSpec | AlignSpec | TransplantSpec
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     name: str
     title: str
     place: str
-    spec: GateSpec | AlignSpec
+    spec: StageSpec
     layout: FileLayout
     digest: str
     """Of everything that determines the result, as far as headers tell."""
@@ -173,13 +249,7 @@ _TOKENIZER = (
 
 
 def make_stage(
-    *,
-    name: str,
-    title: str,
-    place: str,
-    spec: GateSpec | AlignSpec,
-    tensors: Sequence[TensorSpec],
-    version: str,
+    *, name: str, title: str, place: str, spec: StageSpec, tensors: Sequence[TensorSpec], version: str
 ) -> Stage:
     layout = lay_out(tensors)
     asked = {"raymerge": version, "spec": _plain(spec), "header": layout.header.hex()}
@@ -203,15 +273,28 @@ def fingerprint(holding: Holding) -> dict[str, Any]:
     return facts | {"made_by": holding.stage.digest} if isinstance(holding, Prepared) else facts
 
 
-def _plain(spec: GateSpec | AlignSpec) -> dict[str, Any]:
+def _plain(spec: StageSpec) -> dict[str, Any]:
     if isinstance(spec, AlignSpec):
         sources = [_fingerprints(spec.reference), _fingerprints(spec.other)]
         return {"kind": "align", "sources": sources, "layers": spec.layers, "neurons": spec.neurons}
+    if isinstance(spec, TransplantSpec):
+        return _plain_transplant(spec)
     plain = {each.name: getattr(spec, each.name) for each in fields(spec)}
     experts, shared = ([asdict(each) for each in prompts] for prompts in (spec.experts, spec.shared))
     constants = [[e.name, e.dtype.value, e.shape, e.value] for e in spec.constants]
     read = {"kind": "gates", "base": _fingerprints(spec.base)}
     return {**plain, **read, "experts": experts, "shared": shared, "constants": constants}
+
+
+def _plain_transplant(spec: TransplantSpec) -> dict[str, Any]:
+    rows = {name: getattr(spec, name).tolist() for name in ("shared", "targets", "known")}
+    return {
+        "kind": "transplant",
+        "sources": [_fingerprints(each) for each in spec.sources],
+        "approximation": [spec.approximation, spec.k],
+        "matrices": [asdict(each) for each in spec.matrices],
+        "rows": rows | {"pieces": spec.pieces},
+    }
 
 
 def _fingerprints(source: Source) -> list[Any]:

@@ -86,6 +86,23 @@ class Weights:
             out[place] = self._elements(one, (columns,)).float()
         return out
 
+    def gather_rows(self, logical: str, indices: Sequence[int], *, at_once: int) -> torch.Tensor:
+        """As ``read_rows``, for many of a matrix's rows: runs of at most ``at_once`` rows are read, and only
+        those that hold some of them."""
+        resolved = self._find_input(logical)
+        read, (_, columns) = resolved.gather_input().read, resolved.place.shape
+        if read.view is not None or resolved.factor is not None:
+            return self.load(logical)[list(indices)]
+        width, wanted = read.dtype.nbytes(columns), torch.tensor(indices, dtype=torch.int64)
+        out = torch.empty(len(wanted), columns)
+        for run in sorted({index // at_once for index in indices}):
+            places = (wanted // at_once == run).nonzero()[:, 0]
+            rows = wanted[places]
+            first, last = int(rows.min()), int(rows.max())
+            some = read._replace(offset=read.offset + first * width, nbytes=(last + 1 - first) * width)
+            out[places] = self._elements(some, (last + 1 - first, columns))[rows - first].float()
+        return out
+
     def _find_input(self, logical: str) -> ResolvedInput:
         resolved = self._resolver.find(0, logical, logical)
         if resolved is None:

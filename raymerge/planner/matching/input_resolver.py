@@ -19,7 +19,14 @@ from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import Findings, Problem, shortlist
 from raymerge.merge_plan.expressions import Gather, GatherInput, Product, Read, gathered
-from raymerge.planner.inputs.sources import AlignSpec, Source
+from raymerge.planner.inputs.sources import (
+    EMBEDDING_ROWS,
+    HEAD_ROWS,
+    AlignSpec,
+    Prepared,
+    Source,
+    TransplantSpec,
+)
 from raymerge.planner.matching.logical import LogicalTensors, Place, open_logical, whole_place
 
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
@@ -404,7 +411,27 @@ class InputResolver:
             for store, (index, each) in enumerate(results, start=len(sources) + len(adapters))
             if isinstance(each.stage.spec, AlignSpec)
         }
+        self._transplants: Mapping[int, tuple[int, Prepared]] = {
+            index: (store, each)
+            for store, (index, each) in enumerate(results, start=len(sources) + len(adapters))
+            if isinstance(each.stage.spec, TransplantSpec)
+        }
         self.changed = frozenset([*self.adapters, *self.aligned])
+
+    @property
+    def transplant_store(self) -> int | None:
+        """Index of the result that has rows for a donor's tokens."""
+        return next((store for store, _ in self._transplants.values()), None)
+
+    def transplanted(self, source: int, name: str) -> Mapping[int, ResolvedInput]:
+        """The rows that a stage made for a stored tensor of a source, by the index of its result."""
+        pair = self.sources[source].pair
+        if source not in self._transplants or pair is None:
+            return {}
+        store, prepared = self._transplants[source]
+        matrix = EMBEDDING_ROWS if name == pair.embedding else HEAD_ROWS if name == pair.head else ""
+        tensor = prepared.tensors.get(matrix)
+        return {} if tensor is None else {store: ResolvedInput(store, whole_place(tensor))}
 
     def stored(self, source: int, name: str) -> tuple[int, StoredTensor] | None:
         own = self.logical[source].stored(name)

@@ -46,6 +46,9 @@ _BY_TOKEN = (
 )
 
 
+_ONLY_PAIR = "Take a model without them, or a donor whose tokens it has all."
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     resolver: Mapping[int, ResolvedInput]
@@ -266,6 +269,7 @@ class Embeddings:
             for index, name in names.items()
             if (resolved := self._resolver.find(index, name, moved(aligned, aligned.lead, name))) is not None
         }
+        resolver |= self._resolver.transplanted(aligned.span.lead.source, aligned.lead)
         shapes = {index: each.place.shape for index, each in resolver.items()}
         rows = {index: shape[axis] for index, shape in shapes.items() if len(shape) > axis}
         return _Table(resolver, rows, axis, lead.checkpoint.tensors[aligned.lead].shape)
@@ -304,7 +308,18 @@ class Embeddings:
     def _by_token(
         self, vocabulary: VocabularyPlan, chosen: BoundOutput, table: _Table
     ) -> tuple[int, list[Read]]:
-        holders = {i: table.rows[i] for i, each in table.resolver.items() if self._is_as_wide(each, table)}
+        numbered = vocabulary.sources.ids
+        holders = {
+            index: table.rows[index]
+            for index, each in table.resolver.items()
+            if index in numbered and self._is_as_wide(each, table)
+        }
+        if vocabulary.result is not None and vocabulary.result not in holders:
+            what = (
+                "{count} of its tensors have a row for each token, and only embedding and head get new rows"
+            )
+            lead = self._resolver.sources[chosen.aligned.span.lead.source].name
+            self._findings.tensor(lead, what, _ONLY_PAIR, example=chosen.aligned.lead)
         reads = []
         for member, _ in chosen.members:
             runs = vocabulary.sources.runs(member.source, holders)

@@ -34,6 +34,7 @@ from raymerge.planner.config import VOCABULARY_KEY, row_counts
 from raymerge.planner.tokenizer.tokens import TokenSet
 from raymerge.recipes.schema import Recipe
 
+_USUAL_ROLES = ("bos_token", "eos_token", "pad_token")
 # Fields of configs that hold the id of a token, or a list of such.
 _ID_FIELD = re.compile(r"(\w+)_token_(?:id|ids|index)|(?:begin_)?suppress_tokens")
 
@@ -47,6 +48,8 @@ class Renumbering:
     """Special tokens of the output's tokenizer by role; they replace tokens that are gone."""
     other_roles: Mapping[str, str] = field(default_factory=dict)
     """Those that the tokenizer beside the config gives another token: the config follows."""
+    states_all: bool = False
+    """Whether the usual roles have ids in the configs, also where these had none."""
 
     def config_changes(self, config: Mapping[str, Any]) -> dict[str, Any]:
         changes: dict[str, Any] = {}
@@ -55,7 +58,14 @@ class Renumbering:
             changes |= {".".join((*path, key)): value for key, value in own.items()}
         if VOCABULARY_KEY not in section:
             changes[".".join((*path, VOCABULARY_KEY))] = self.num_rows
-        return changes
+        return changes | {".".join((*path, key)): value for key, value in self._unstated(section)}
+
+    def _unstated(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Ids that classes of configs would fill in with their own where nothing is stated."""
+        for role in _USUAL_ROLES if self.states_all else ():
+            key, token = f"{role}_id", self.roles.get(role, "")
+            if token in self.ids and section.get(key) is None:
+                yield key, self.ids[token]
 
     def generation_config(self, raw: bytes, place: str) -> bytes | None:
         """``generation_config.json`` with the output's ids; None if it stays as it is. Raises
@@ -67,7 +77,7 @@ class Renumbering:
         if not isinstance(config, dict):
             remedy = "Mend the file, or take it away."
             raise CheckpointError(Problem(place, f"is not a JSON object ({str(config)[:80]}).", remedy))
-        changes = dict(self._changed(config))
+        changes = dict(self._changed(config)) | dict(self._unstated(config))
         return json_bytes({**config, **changes}) if changes else None
 
     def _changed(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

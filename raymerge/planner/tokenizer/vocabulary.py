@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from raymerge.planner.tokenizer.files import (
     token_ids,
     tokenizer_files,
 )
+from raymerge.planner.tokenizer.matching import TokenMatch, match_tokens
 from raymerge.planner.tokenizer.tokens import (
     ABSENT,
     Ids,
@@ -51,6 +52,8 @@ class VocabularyPlan(TokenizerChanges):
     sources: RowSources = field(repr=False, compare=False)
     is_renumbered: bool
     """Whether a token of some source has another id here, or none, or one that the source lacks."""
+    result: int | None = None
+    """Index of the stage's result that has the rows of tokens that the base lacks."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +68,11 @@ def tokenizer_block(recipe: Recipe) -> Tokenizer | None:
     return recipe.tokenizer
 
 
+def approximation_of(recipe: Recipe) -> str | None:
+    """How rows are made for the tokens of a donor; None where none are."""
+    return None if recipe.tokenizer is None else recipe.tokenizer.approximation
+
+
 def _source_place(recipe: Recipe) -> str:
     return recipe.where(*(("tokenizer_source",) if recipe.tokenizer is None else ("tokenizer", "source")))
 
@@ -76,12 +84,8 @@ def build_vocabulary(recipe: Recipe, models: Sequence[ModelVocabulary], donor: i
     Raises:
         UserError: the vocabulary cannot be made; with all problems."""
     wish = tokenizer_block(recipe) or Tokenizer()
-    giver = next(model for model in models if model.index == donor)
-    place = _source_place(recipe)
-    chosen = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
-    if chosen.used is None:
-        raise PlanError(Problem(place, f"{chosen.name} has no tokenizer files.", _REMEDY))
-    lead = number(chosen, chosen.used)
+    giver, chosen, files = _chosen(recipe, wish, models, donor)
+    lead = number(chosen, files)
     known = _number_all(recipe, models, lead)
     others = [known[model.index] for model in models if wish.source == "union" and model is not lead.model]
     tokens = gather(lead, [each for each in others if each.model.used], wish.tokens)
@@ -98,6 +102,62 @@ def build_vocabulary(recipe: Recipe, models: Sequence[ModelVocabulary], donor: i
     forced = frozenset(tokens.ids[token] for token, entry in wish.tokens.items() if entry.force)
     sources = RowSources(ids, donor, fixed, forced)
     return _assemble(_Decided(wish, giver, lead, known, tokens, sources), template, remarks)
+
+
+def _chosen(
+    recipe: Recipe, wish: Tokenizer, models: Sequence[ModelVocabulary], donor: int
+) -> tuple[ModelVocabulary, ModelVocabulary, TokenizerFiles]:
+    """The model that gives the config, the one that gives the vocabulary, and that."""
+    giver, place = next(model for model in models if model.index == donor), _source_place(recipe)
+    chosen = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
+    if chosen.used is None:
+        raise PlanError(Problem(place, f"{chosen.name} has no tokenizer files.", _REMEDY))
+    return giver, chosen, chosen.used
+
+
+def transplanted_vocabulary(
+    recipe: Recipe, models: Sequence[ModelVocabulary], donor: int, result: int | None
+) -> VocabularyPlan:
+    """The vocabulary of one of ``models`` for the embedding of another, which gives config and body.
+
+    All of its tokens stay, and its embedding's number of rows; ``result`` is the index of the stage's rows,
+    None where there are none.
+
+    Raises:
+        UserError: the vocabulary cannot be made; with all problems."""
+    wish = tokenizer_block(recipe) or Tokenizer()
+    giver, chosen, files = _chosen(recipe, wish, models, donor)
+    assert giver.tokenizer is not None
+    num_ids = max(files.tokens.values(), default=-1) + 1
+    lead = number(replace(chosen, num_rows=max(num_ids, chosen.num_rows)), files)
+    tokens = gather(lead, (), ())
+    match = match_tokens(giver.tokenizer, files, base_rows=giver.num_rows, num_ids=tokens.num_tokens)
+    ids: dict[int, Ids] = {donor: match.rows}
+    if result is not None:
+        ids[result] = np.full(tokens.num_tokens, ABSENT, dtype=np.int64)
+        ids[result][match.missing] = np.arange(len(match.missing))
+    problems: list[Problem] = []
+    template = resolve_template(recipe, [chosen.used], problems)
+    if problems:
+        raise PlanError(problems)
+    known = {donor: number(giver, giver.tokenizer), chosen.index: lead}
+    sources = RowSources(ids, donor, {}, frozenset())
+    decided = _Decided(wish, giver, lead, known, tokens, sources, chosen.num_rows)
+    return replace(_assemble(decided, template, _match_notes(wish, giver, chosen, match)), result=result)
+
+
+def _match_notes(
+    wish: Tokenizer, giver: ModelVocabulary, chosen: ModelVocabulary, match: TokenMatch
+) -> list[str]:
+    how = f"omp (k = {wish.num_atoms})" if wish.approximation == "omp" else wish.approximation
+    beyond = int((match.missing >= chosen.num_rows).sum()) if wish.approximation == "omp" else 0
+    parts = [f"{match.num_exact} have rows of {giver.name}"]
+    parts += [f"{match.num_role} those of the same roles"] if match.num_role else []
+    parts += [f"{match.num_byte} its rows of the same bytes"] if match.num_byte else []
+    made = len(match.missing) - beyond
+    parts += [f"{made} rows made by {how}"] if made else []
+    parts += [f"{beyond} the mean of all rows, for they have none in {chosen.name}"] if beyond else []
+    return [f"of the tokens of {chosen.name} {', '.join(parts)}"]
 
 
 def plan_chat_template(recipe: Recipe, models: Sequence[ModelVocabulary], donor: int) -> TokenizerChanges:
@@ -120,16 +180,21 @@ class _Decided:
     known: Mapping[int, Numbering]
     tokens: TokenSet
     sources: RowSources
+    least_rows: int = 0
+    """Rows of the donor of a transplant, which servers compare; 0 for another vocabulary."""
 
     @property
     def num_rows(self) -> int:
         multiple = self.wish.pad_to_multiple_of or 1
-        return -(-self.tokens.num_tokens // multiple) * multiple
+        return -(-max(self.tokens.num_tokens, self.least_rows) // multiple) * multiple
 
     @property
     def other_roles(self) -> dict[str, str]:
-        """Special tokens by role that the tokenizer beside the config gives another token."""
+        """Special tokens by role that the tokenizer beside the config gives another token; all of a
+        transplant's."""
         own, roles = self.giver.tokenizer, self.lead.files.roles.items()
+        if self.least_rows:
+            return dict(roles)
         return {} if own is None else {role: text for role, text in roles if own.roles.get(role) != text}
 
 
@@ -155,7 +220,9 @@ def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -
     changes = tokenizer_files(lead.files, giver.tokenizer, tokens, template=template)
     own = giver.tokenizer or decided.known[giver.index].files
     old, roles = texts_by_id(own.tokens), lead.files.roles
-    renumbering = Renumbering(old, tokens.ids, decided.num_rows, roles, decided.other_roles)
+    renumbering = Renumbering(
+        old, tokens.ids, decided.num_rows, roles, decided.other_roles, states_all=decided.least_rows > 0
+    )
     config = renumbering.config_changes(giver.config)
     texts = tokens.by_id()
     changed = {
@@ -303,6 +370,8 @@ def plan_tokenizer(
                 return TokenizerChanges()
         # The base's vocabulary comes first, whatever place the base has in the list.
         models = sorted(_models(resolver, needs_rows=is_asked), key=lambda model: model.index != donor)
+        if is_asked and approximation_of(recipe) is not None:
+            return transplanted_vocabulary(recipe, models, donor, resolver.transplant_store)
         return (build_vocabulary if is_asked else plan_chat_template)(recipe, models, donor)
     except UserError as error:
         findings.extend(error.problems)
@@ -314,7 +383,9 @@ def other_vocabulary(resolver: InputResolver, own: tuple[int, int], lead: tuple[
     what = f"{{count}} of its tensors have {own[1]} rows, one for each token, where"
     what = f"{what} {resolver.sources[lead[0]].name} has {lead[1]}"
     try:
-        ours, theirs = (_brought(resolver, i) or _tokenizer(resolver.sources[i]) for i in (own[0], lead[0]))
+        ours, theirs = (
+            _brought(resolver, i) or read_tokenizer_of(resolver.sources[i]) for i in (own[0], lead[0])
+        )
     except CheckpointError:
         return what
     if ours is None or theirs is None:
@@ -334,7 +405,7 @@ def lost_ids(recipe: Recipe, donor: Source, id_range: range) -> list[Problem]:
     if not id_range:
         return []
     try:
-        tokenizer = _tokenizer(donor)
+        tokenizer = read_tokenizer_of(donor)
     except CheckpointError as error:
         return list(error.problems)
     tokens = {} if tokenizer is None else tokenizer.tokens
@@ -363,7 +434,7 @@ def _generation_ids(raw: bytes | None) -> dict[str, list[int]]:
 def _refuse_brought(resolver: InputResolver, donor: int) -> None:
     """Refuse the model's own tokenizer for an embedding that an adapter brings with a tokenizer."""
     source, brought = resolver.sources[donor], _brought(resolver, donor)
-    own = _tokenizer(source) if brought is not None else None
+    own = read_tokenizer_of(source) if brought is not None else None
     if brought is None or (own is not None and brought.tokens == own.tokens):
         return
     what = (
@@ -394,7 +465,7 @@ def _model(resolver: InputResolver, source: Source, *, needs_rows: bool) -> Mode
     model = ModelVocabulary(
         index,
         source.reference,
-        _tokenizer(source),
+        read_tokenizer_of(source),
         num_rows,
         source.checkpoint.config,
         _brought(resolver, index),
@@ -422,7 +493,7 @@ def _brought(resolver: InputResolver, index: int) -> TokenizerFiles | None:
     return read_tokenizer(laid.adapter.root, laid.adapter.companions, convert=convert_slow_tokenizer)
 
 
-def _tokenizer(source: Source) -> TokenizerFiles | None:
+def read_tokenizer_of(source: Source) -> TokenizerFiles | None:
     checkpoint = source.checkpoint
     promised = checkpoint.unwritten
     return read_tokenizer(

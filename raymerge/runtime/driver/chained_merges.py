@@ -33,7 +33,7 @@ from raymerge.events import OnEvent, StepKept, StepStarted
 from raymerge.methods import find_method
 from raymerge.options import STEPS_WANTED, RunOptions
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.sources import Source, Stage, holdings
+from raymerge.planner.inputs.sources import Source, Stage, TransplantSpec, holdings
 from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.finish import kept_companions, read_record
 from raymerge.publish.lease import stop_request_at
@@ -291,8 +291,11 @@ def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> Devic
     intermediate results, the most telling first."""
     if (begun := begun_on(ledgers)) is not None:
         return begun
-    if any(merge.stages for merge in merges):
+    specs = [stage.spec for merge in merges for stage in merge.stages]
+    if any(not isinstance(spec, TransplantSpec) for spec in specs):
         return DeviceChoice("cuda", "what comes before the merge computes layers of a model")
+    if any(spec.approximation == "omp" for spec in specs if isinstance(spec, TransplantSpec)):
+        return DeviceChoice("cuda", "omp compares each new row with those of all shared tokens")
     names = {expression.method for merge in merges for expression in merge.plan.expressions}
     decomposing = sorted(name for name in names if (method := find_method(name)) and method.decomposes)
     if decomposing:

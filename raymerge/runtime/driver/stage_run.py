@@ -16,7 +16,15 @@ from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.events import OnEvent, StageKept, StageReport
 from raymerge.merge_plan.plan import make_plan
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage, holdings
+from raymerge.planner.inputs.sources import (
+    RESULT_FILE,
+    GateSpec,
+    Prepared,
+    Source,
+    Stage,
+    TransplantSpec,
+    holdings,
+)
 from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.record import NAME, RECORD, Ledger, agree, check_agreement
 from raymerge.publish.staging import ResultStaging, file_states, is_untouched
@@ -53,14 +61,13 @@ def work_of(stage: Stage) -> StageWork:
         from raymerge.stages.router.work import gate_work
 
         return gate_work(stage)
+    if isinstance(stage.spec, TransplantSpec):
+        from raymerge.stages.transplant import transplant_work
+
+        return transplant_work(stage)
     from raymerge.stages.alignment import align_work
 
     return align_work(stage)
-
-
-def sources_of_stage(stage: Stage) -> tuple[Source, ...]:
-    spec = stage.spec
-    return (spec.base,) if isinstance(spec, GateSpec) else (spec.reference, spec.other)
 
 
 class StageRun:
@@ -88,7 +95,7 @@ class StageRun:
         self._units = UnitRun(
             work,
             stage.title,
-            holdings(sources_of_stage(stage)),
+            holdings(stage.spec.sources),
             self._staging,
             options,
             on_event=on_event,
@@ -183,7 +190,7 @@ def _conditions(stage: Stage, numerics: Mapping[str, str] | None) -> dict[str, A
     return {
         "stage": stage.digest,
         "numerics": None if numerics is None else dict(numerics),
-        "versions": file_versions(holdings(sources_of_stage(stage))),
+        "versions": file_versions(holdings(stage.spec.sources)),
     }
 
 
@@ -201,7 +208,7 @@ def _check_result(stage: Stage, store: LocalStore) -> None:
 
 
 def awaits_results(stage: Stage) -> bool:
-    return any(source.checkpoint.unwritten is not None for source in sources_of_stage(stage))
+    return any(source.checkpoint.unwritten is not None for source in stage.spec.sources)
 
 
 def over_results(stage: Stage, sources: Sequence[Source]) -> Stage:
@@ -212,10 +219,7 @@ def over_results(stage: Stage, sources: Sequence[Source]) -> Stage:
             return planned
         return replace(planned, checkpoint=by_reference[planned.reference].checkpoint)
 
-    spec = stage.spec
-    if isinstance(spec, GateSpec):
-        return replace(stage, spec=replace(spec, base=opened(spec.base)))
-    return replace(stage, spec=replace(spec, reference=opened(spec.reference), other=opened(spec.other)))
+    return replace(stage, spec=stage.spec.over(opened))
 
 
 def with_stage_results(sources: Sequence[Source], root: Path) -> tuple[Source, ...]:
