@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raymerge.api import submit as submit
     from raymerge.api import suggest_recipe as suggest_recipe
     from raymerge.api import suggestion_text as suggestion_text
+    from raymerge.api import transplantation as transplantation
     from raymerge.api import verify as verify
     from raymerge.api import verify_load as verify_load
 
@@ -45,6 +46,7 @@ __all__ = [
     "submit",
     "suggest_recipe",
     "suggestion_text",
+    "transplantation",
     "verify",
     "verify_load",
 ]

@@ -39,6 +39,7 @@ from raymerge.recipes.load import (
     draft_recipes,
     join_drafts,
     parse_recipe,
+    transplant_recipe,
     with_order_problems,
 )
 from raymerge.recipes.moe import MoeRecipe
@@ -228,6 +229,7 @@ __all__ = [
     "submit",
     "suggest_recipe",
     "suggestion_text",
+    "transplantation",
     "verify",
     "verify_load",
 ]
@@ -336,6 +338,22 @@ def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
     ``to`` is a format of ``out_format``, or several ``SELECTOR:FORMAT`` of which the first that matches a
     tensor holds; a selector is a role or a glob. RecipeError with all faults."""
     return conversion_recipe(str(model), (to,) if isinstance(to, str) else to)
+
+
+def transplantation(
+    model: str | Path,
+    donor: str | Path,
+    approximation: str = "omp",
+    *,
+    k: int | None = None,
+    pad_to_multiple_of: int | None = None,
+) -> AnyRecipe:
+    """The recipe that gives a model the vocabulary of another, for ``plan`` and ``submit``.
+
+    ``approximation`` is ``omp``, ``subword`` or ``mean``; ``k`` the tokens that ``omp`` makes a row of.
+    RecipeError with all faults."""
+    settings = {"approximation": approximation, "k": k, "pad_to_multiple_of": pad_to_multiple_of}
+    return transplant_recipe(str(model), str(donor), settings)
 
 
 def merge_adapters(

@@ -22,6 +22,7 @@ from raymerge.cli.methods import methods
 from raymerge.cli.plan import plan
 from raymerge.cli.runs import logs, status, stop
 from raymerge.cli.submit import submit
+from raymerge.cli.transplant import transplant
 from raymerge.cli.verify import verify
 
 
@@ -53,6 +54,7 @@ def make_app() -> typer.Typer:
         logs,
         stop,
         convert,
+        transplant,
         plan,
         verify,
         diff,

@@ -372,6 +372,33 @@ def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path
     return recipe_from_mapping(content, _ArgumentPlaces(_NAME, arguments=tuple(to)), exists=exists)
 
 
+_FLAGS = {
+    ("models", 0, "model"): "MODEL",
+    ("tokenizer", "source"): "--tokenizer",
+    ("tokenizer", "approximation"): "--approximation",
+    ("tokenizer", "k"): "--k",
+    ("tokenizer", "pad_to_multiple_of"): "--pad-to-multiple-of",
+}
+
+
+def transplant_recipe(
+    model: str, donor: str, settings: Mapping[str, Any], *, exists: Exists = os.path.isdir
+) -> AnyRecipe:
+    """A passthrough of one model with the vocabulary of another; ``settings`` are those of the ``tokenizer``
+    block. Raises RecipeError with all faults."""
+    block = {"source": donor, **{key: value for key, value in settings.items() if value is not None}}
+    content = {"merge_method": "passthrough", "models": [{"model": model}], "tokenizer": block}
+    return recipe_from_mapping(content, _FlagPlaces("transplant"), exists=exists)
+
+
+@dataclass(frozen=True, slots=True)
+class _FlagPlaces(Places):
+    def at(self, path: FieldPath) -> str:
+        lengths = range(len(path), 0, -1)
+        flags = (_FLAGS[path[:length]] for length in lengths if path[:length] in _FLAGS)
+        return next(flags, None) or Places(self.name, self.marks).at(path)
+
+
 @dataclass(frozen=True, slots=True)
 class _ArgumentPlaces(Places):
     arguments: tuple[str, ...] = ()

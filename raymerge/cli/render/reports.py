@@ -305,12 +305,24 @@ def encoding_warning(errors: ErrorsAbove) -> str:
 
 
 def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
-    """Print a short table for each stage that made router rows; other stages have none."""
+    """Print a short table for each stage that made router rows or rows of tokens; other stages have none."""
     from raymerge.stages.router.results import KIND
+    from raymerge.stages.transplant import KIND as ROWS
 
     for each in reports:
         if each.report.get("kind") == KIND:
             _show_router(console, each.title, each.report)
+        elif each.report.get("kind") == ROWS:
+            console.print()
+            console.print(heading(each.title))
+            console.print(make_table(("", ""), _row_facts(each.report)))
+
+
+def _row_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "shared tokens", str(report["shared"])
+    for name, left in report["left"].items():
+        if left is not None:
+            yield name, f"{left:.0%} of the donor's rows is no combination of those of shared tokens"
 
 
 def _show_router(console: Console, title: str, report: Mapping[str, Any]) -> None:
