@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 import raymerge
 from raymerge.errors import PlanError
-from raymerge.planner.inputs.sources import open_reference
+from raymerge.storage.open import resolve_source
 
 CARD = "---\nbase_model: {base}\n---\n# A model\n"
 Scene = Callable[[Path], list[str]]
@@ -224,10 +224,12 @@ def test_no_server_is_asked_for_a_base_that_a_card_names(
 ) -> None:
     """Other than the Hub: whoever wrote the card would learn who reads it, or have a wrong base merged."""
     asked: list[str] = []
-    monkeypatch.setattr(
-        "raymerge.planner.suggestion.models.open_reference",
-        lambda reference, **_: (asked.append(reference.path), open_reference(reference))[1],
-    )
+
+    def resolve(path: str, *rest: Any, **more: Any) -> str:
+        asked.append(path)
+        return resolve_source(path, *rest, **more)
+
+    monkeypatch.setattr("raymerge.planner.suggestion.models.resolve_source", resolve)
     _init(tmp_path, *_tunes(tmp_path, base="s3://theirs/model"))
     assert asked == ["code", "french"]
 
