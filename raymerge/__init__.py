@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raymerge.api import RunResult as RunResult
     from raymerge.api import audit as audit
     from raymerge.api import conversion as conversion
+    from raymerge.api import diagnose as diagnose
     from raymerge.api import diff as diff
     from raymerge.api import extract_lora as extract_lora
     from raymerge.api import inspect as inspect
@@ -34,6 +35,7 @@ __all__ = [
     "RunResult",
     "audit",
     "conversion",
+    "diagnose",
     "diff",
     "extract_lora",
     "inspect",

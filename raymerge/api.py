@@ -13,6 +13,10 @@ from types import MappingProxyType
 
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
+from raymerge.deploy.profiles import Profile
+from raymerge.deploy.targets.target import choose as choose_target
+from raymerge.diagnosis.check import Check
+from raymerge.diagnosis.diagnosis import diagnose as examine_all
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import OnEvent
@@ -193,6 +197,7 @@ def _opened(path: str | Path) -> Checkpoint:
 __all__ = [
     "AuditOptions",
     "AuditVerdict",
+    "Check",
     "Combination",
     "Comparison",
     "ExtractOptions",
@@ -213,6 +218,7 @@ __all__ = [
     "Verdict",
     "audit",
     "conversion",
+    "diagnose",
     "diff",
     "extract_lora",
     "inspect",
@@ -474,6 +480,16 @@ def _suggestion_problems(suggestion: Suggestion, lookup: Lookup) -> tuple[Proble
         return plan_merges([recipe], Path(), version=version("raymerge"), opener=opener)[-1].plan.problems
     except PlanError as error:
         return error.problems
+
+
+def diagnose(
+    place: str = ".", *, profile: Profile | None = None, address: str | None = None
+) -> tuple[Check, ...]:
+    """What would hinder a merge: this machine, the place, and the cluster that address or profile name.
+
+    Nothing is waited for without a limit. Raises OptionError: profile and address contradict each other."""
+    where = choose_target(profile, None, address)
+    return tuple(examine_all(where, [place], os.environ))
 
 
 def _draft(recipes: RecipesLike) -> Draft:

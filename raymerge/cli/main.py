@@ -14,6 +14,7 @@ from raymerge.cli.adapters import extract_lora
 from raymerge.cli.cluster import make_cluster_app
 from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
+from raymerge.cli.doctor import doctor
 from raymerge.cli.init import init
 from raymerge.cli.inspect import inspect
 from raymerge.cli.mergekit import Verbs, command_class
@@ -49,6 +50,7 @@ def make_app() -> typer.Typer:
     app.callback()(_raymerge)
     for verb in (
         init,
+        doctor,
         submit,
         status,
         logs,

@@ -45,6 +45,14 @@ def _compiled(function: _Function, fastmath: set[str] | bool = False) -> _Functi
     return cast(_Function, made)
 
 
+def cache_directory() -> Path | None:
+    """Where compiled code is kept; None where nothing may be written, so that every process compiles anew."""
+    try:
+        return Path(_LoopCache(cache_directory)._cache_path)
+    except RuntimeError:
+        return None
+
+
 def inlined(function: _Function) -> _Function:
     """A small part of such functions, inlined: a call would count references to all its arrays, at the cost
     of some dozens of elements, and keep the compiler from vectorising."""

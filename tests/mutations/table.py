@@ -474,4 +474,11 @@ MUTATIONS = (
         "cli/test_cli_mergekit.py",
     ),
     Mutation("cli/mergekit.py", '"B": "GB"', '"B": "B"', "cli/test_cli_mergekit.py"),
+    # What a diagnosis says of nodes
+    Mutation(
+        "diagnosis/cluster.py",
+        "if found != here.get(name)}",
+        "if found and found != here.get(name)}",
+        "diagnosis/test_diagnosis_cluster.py",
+    ),
 )

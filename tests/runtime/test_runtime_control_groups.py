@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raymerge.errors import OptionError
-from raymerge.runtime.workers.ray_environment import _check_limits
+from raymerge.runtime.workers.ray_environment import check_limits
 from raymerge.runtime.workers.sizing import (
     available_memory,
     available_processes,
@@ -85,10 +85,10 @@ def test_an_embedded_ray_is_refused_where_a_group_has_too_few_processes_left(
     root = _machine(tmp_path, groups, {f"{V2}/{name}": f"{text}\n" for name, text in files.items()})
     assert list(available_processes(root)) == rooms
     if not rooms:
-        _check_limits(root)
+        check_limits(root)
         return
     with pytest.raises(OptionError) as caught:
-        _check_limits(root)
+        check_limits(root)
     (problem,) = caught.value.problems
     assert problem.where == "ray"
     assert f"more than 128 threads, and no more than {max(0, min(rooms))} may be started here" in problem.what

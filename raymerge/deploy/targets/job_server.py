@@ -125,6 +125,13 @@ class JobServer:
         with self._asking() as client:
             client.get_version()
 
+    def ray_version(self) -> str:
+        """The version of Ray there. Raises OptionError: as ``check``."""
+        with self._asking() as client:
+            client.get_version()
+            reply = client._do_request("GET", "/api/version")
+            return str(reply.json().get("ray_version", "of an unknown version"))
+
     def submit(self, submission: Submission) -> str:
         """Send it; an existing job for the same output and recipe is returned instead. Raises OptionError: a
         job makes the same output from another recipe, or the server refuses it."""

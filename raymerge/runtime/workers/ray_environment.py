@@ -97,7 +97,7 @@ def is_agent(command: Sequence[str]) -> bool:
     return any(word.startswith(_AGENTS) or word.endswith(_SCRIPTS) for word in command)
 
 
-_OBJECT_STORE_BYTES = 200 << 20
+OBJECT_STORE_BYTES = 200 << 20
 _ANSWER_SECONDS = 5.0
 _LEAST_THREADS = 128
 """Fewer an embedded Ray with one worker does not come up with; on two cores it takes about 160."""
@@ -153,7 +153,7 @@ class RayConnection:
         if self.ray.is_initialized():
             return
         if self._address is None:
-            _check_limits(Path("/"))
+            check_limits(Path("/"))
         self._owner = True
         terminated = signal.getsignal(signal.SIGTERM)
         try:
@@ -200,11 +200,11 @@ class RayConnection:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
-                object_store_memory=_OBJECT_STORE_BYTES,
+                object_store_memory=OBJECT_STORE_BYTES,
             )
 
 
-def _check_limits(root: Path) -> None:
+def check_limits(root: Path) -> None:
     """Raises OptionError where limits would make an embedded Ray fail, silently and after minutes."""
     remedy = "Raise it, or give --inline to run without Ray."
     capacity = min((*available_processes(root), *_own_available_processes(root)), default=_LEAST_THREADS)
@@ -215,8 +215,8 @@ def _check_limits(root: Path) -> None:
         what += "may be started here, by a limit of the user (ulimit -u) or of the container (pids.max)."
         raise OptionError(Problem("ray", what, remedy))
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if most != resource.RLIM_INFINITY and most < _OBJECT_STORE_BYTES:
-        what = f"an embedded Ray writes a file of {_OBJECT_STORE_BYTES} bytes, and {size_limit()}."
+    if most != resource.RLIM_INFINITY and most < OBJECT_STORE_BYTES:
+        what = f"an embedded Ray writes a file of {OBJECT_STORE_BYTES} bytes, and {size_limit()}."
         raise OptionError(Problem("ray", what, remedy))
 
 

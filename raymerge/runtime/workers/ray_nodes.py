@@ -61,6 +61,16 @@ class Nodes:
         silent = _silent(files)
         return {node: Sight(names[node], *answers.get(node, silent)) for node in nodes}
 
+    def answers(
+        self, question: Callable[[], Any], *, seconds: float
+    ) -> list[tuple[str, tuple[int, int], Any]]:
+        """Name, CPU slots and GPUs, and answer of each node; None where none came in time."""
+        alive = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
+        names, machines = _distinct(alive), self.machines()
+        found = self._ask(question, list(alive), seconds=seconds)
+        sizes = {node: (machine.cores, machine.gpus) for node, machine in machines.items()}
+        return [(names[node], sizes.get(node, (0, 0)), found.get(node)) for node in alive]
+
     def begin_sight(self, node: str, files: Sequence[SourceFile], place: Path | None) -> Any:
         """Ask one node the same while parts are done, when the place itself is there."""
         inside = None if place is None else f"{place}{os.sep}."

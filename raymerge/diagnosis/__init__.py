@@ -1,0 +1,1 @@
+"""What would hinder a merge: this machine, a place for models, a cluster. Nothing here changes anything."""

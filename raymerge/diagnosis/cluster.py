@@ -1,0 +1,158 @@
+"""A cluster: the nodes of Ray with what runs there, the Jobs API, Kubernetes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raymerge.deploy.profiles import Profile
+from raymerge.deploy.targets.job_server import open_job_server
+from raymerge.deploy.targets.kubernetes import missing
+from raymerge.deploy.targets.kubernetes_api import open_server
+from raymerge.deploy.targets.target import Where
+from raymerge.diagnosis.check import Check, note, ok, problem
+from raymerge.errors import shortlist
+from raymerge.runtime.workers.node_facts import COMPARED, versions_here
+from raymerge.runtime.workers.ray_environment import OBJECT_STORE_BYTES
+from raymerge.units import format_size
+
+_QUESTION = "raymerge.runtime.workers.node_facts"
+_GRACE_SECONDS = 5.0
+_WHERE = (
+    "From a node of the cluster give HOST:PORT of its head (often port 6379), or auto; from elsewhere its "
+    "dashboard, --address http://HEAD:8265. To merge here without Ray, give --inline."
+)
+_MOST_SHOWN = 8
+_MOST_SKEW = 5.0
+"""Seconds between clocks: leases and records go by them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    nodes: tuple[Mapping[str, Any], ...]
+    """``node_facts.facts`` of each node that answered, with its ``host``."""
+    silent: tuple[str, ...]
+    """Hosts of nodes that did not answer."""
+    seconds: float
+    """From the first word to Ray until all were asked."""
+
+
+def ask_nodes(address: str | None, topic: str, *, seconds: float) -> ClusterFacts | tuple[Check, ...]:
+    """What the nodes say of themselves, or why they cannot be asked; None asks an embedded Ray.
+
+    In a process of its own: Ray ends the one that it loses its cluster in, and waits for minutes."""
+    command = [sys.executable, "-m", _QUESTION, *([address] if address is not None else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            answer, error = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return (
+                problem(topic, f"{_named(address)}gives no answer within {seconds:.0f} seconds.", _WHERE),
+            )
+    try:
+        found = json.loads(answer.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (error.strip().splitlines() or ["it said nothing"])[-1]
+        return (problem(topic, f"{_named(address)}ended the process that asked: {last}", _WHERE),)
+    if "problems" in found:
+        return tuple(problem(topic, f"{_named(address)}{what}", remedy) for what, remedy in found["problems"])
+    return ClusterFacts(tuple(found["nodes"]), tuple(found["silent"]), found["seconds"])
+
+
+def _named(address: str | None) -> str:
+    return "an embedded Ray " if address is None else f"{address}: "
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.communicate(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def embedded_ray(*, seconds: float) -> Iterator[Check]:
+    found = ask_nodes(None, "Ray", seconds=seconds)
+    if not isinstance(found, ClusterFacts):
+        yield from found
+    elif not found.nodes:
+        yield problem(
+            "Ray", "an embedded Ray starts, and runs no task.", "Give --inline to merge without it."
+        )
+    else:
+        yield ok("Ray", f"an embedded Ray starts and runs a task, in {found.seconds:.1f} s")
+
+
+def ray_cluster(address: str, *, seconds: float) -> Iterator[Check]:
+    found = ask_nodes(address, "Ray cluster", seconds=seconds)
+    yield from nodes(address, found, versions_here()) if isinstance(found, ClusterFacts) else found
+
+
+def nodes(address: str, found: ClusterFacts, here: Mapping[str, str | None]) -> Iterator[Check]:
+    """What the nodes have, and where they differ from this process: ``here``, by the same names."""
+    yield ok("Ray cluster", f"{address}: {_summary(found.nodes)}")
+    for each in found.nodes[:_MOST_SHOWN]:
+        yield ok(f"node {each['host']}", _described(each))
+    if found.silent:
+        what = f"{shortlist(found.silent, _MOST_SHOWN)} did not answer."
+        yield problem("Ray cluster", what, "Look at the nodes in Ray's dashboard; no worker starts there.")
+    yield from _differing(found.nodes, here)
+    for each in found.nodes:
+        if abs(each["skew"]) > _MOST_SKEW:
+            what = f"its clock is {abs(each['skew']):.0f} s {'ahead' if each['skew'] > 0 else 'behind'}."
+            yield note(f"node {each['host']}", what, "Synchronise the clocks: leases go by them.")
+        if each["shared_free"] is not None and each["shared_free"] < OBJECT_STORE_BYTES:
+            what = f"/dev/shm has {format_size(each['shared_free'])} free."
+            yield note(f"node {each['host']}", what, "Give it more: what Ray's processes share lies there.")
+
+
+def _differing(nodes: Sequence[Mapping[str, Any]], here: Mapping[str, str | None]) -> Iterator[Check]:
+    for name in COMPARED:
+        others = {each["host"]: each["versions"].get(name) for each in nodes}
+        differing = {host: found for host, found in others.items() if found != here.get(name)}
+        for host, found in differing.items():
+            what = (
+                f"{name} {found} where this machine has {here.get(name)}." if found else f"{name} is absent."
+            )
+            remedy = f"Install {name} {here.get(name)} there, or start the command where all agree."
+            yield problem(f"node {host}", what, remedy)
+
+
+def _summary(nodes: Sequence[Mapping[str, Any]]) -> str:
+    cpus, num_gpus = (sum(each[key] for each in nodes) for key in ("cpus", "gpus"))
+    count = f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
+    return f"{count} with {cpus:g} CPU slots and {num_gpus:g} GPUs answered"
+
+
+def _described(facts: Mapping[str, Any]) -> str:
+    names = [f"{len(names)} x {names[0]}" for names in [facts["gpu_names"]] if names]
+    memory = f"{format_size(facts['memory_free'])} free of {format_size(facts['memory'])}"
+    return ", ".join((f"{facts['cpus']:g} CPU slots", *names, memory, *_versions(facts["versions"])))
+
+
+def _versions(versions: Mapping[str, str | None]) -> Iterator[str]:
+    return (f"{name} {versions[name]}" for name in COMPARED if versions.get(name))
+
+
+def jobs_api(where: Where, environment: Mapping[str, str], here: Mapping[str, str | None]) -> Iterator[Check]:
+    version = open_job_server(where, environment).ray_version()
+    yield ok("Jobs API", f"{where.address} answers; Ray {version} there, {here.get('ray')} here")
+    what = "what its nodes have can only be asked on one of them."
+    yield note("Jobs API", what, "There: raymerge doctor --address auto")
+
+
+def kubernetes(profile: Profile) -> Iterator[Check]:
+    asked = profile.kubernetes
+    assert asked is not None
+    server = open_server(asked.namespace)
+    problems = list(missing(server, asked))
+    for each in problems:
+        yield problem("Kubernetes", each.what, each.remedy)
+    if not problems:
+        fact = f"{server.url} answers; KubeRay, the namespace {server.namespace}, your rights in it and all "
+        yield ok("Kubernetes", f"{fact}that the profile names are there")

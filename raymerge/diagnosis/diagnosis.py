@@ -1,0 +1,70 @@
+"""All that is looked at for a place, an address and a profile, in the order in which it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from raymerge.deploy.targets.target import Where
+from raymerge.diagnosis import cluster, machine, place
+from raymerge.diagnosis.check import Check, Question, examine
+from raymerge.runtime.workers.node_facts import versions_here
+from raymerge.storage.addresses import is_remote, shown, with_options
+
+_SECONDS = 30.0
+_RAY_SECONDS = 60.0
+"""An embedded Ray takes seconds to start, and most of a minute where everything is new to the disk."""
+_REPORT = "Run it again; where it stays so, look at what the machine is waiting for."
+
+
+def diagnose(
+    where: Where, places: Sequence[str], environment: Mapping[str, str], *, seconds: float | None = None
+) -> Iterator[Check]:
+    """Check after check. ``places``: what models are read from or written to; ``environment``: variables that
+    headers of the Jobs API are taken from; ``seconds``: the longest time for one question."""
+    return examine(list(_questions(where, places, environment, seconds)))
+
+
+def _questions(
+    where: Where, places: Sequence[str], environment: Mapping[str, str], seconds: float | None
+) -> Iterator[Question]:
+    usual, of_ray = seconds or _SECONDS, seconds or _RAY_SECONDS
+    for topic, ask in (
+        ("Python", machine.python),
+        ("packages", machine.packages),
+        ("GPU", machine.gpus),
+        ("compiled loops", machine.kernels),
+        ("memory", machine.memory),
+        ("cores", machine.cores),
+        ("limits", machine.limits),
+    ):
+        yield Question(topic, ask, usual, _REPORT)
+    yield from _of_target(where, environment, usual, of_ray)
+    for each in places:
+        far = is_remote(each)
+        ask = partial(place.remote_place, with_options(each, where.profile.storage))
+        remedy = "Check the network, the proxy, and storage: in the profile."
+        local = partial(place.local_place, each)
+        yield Question(shown(each), ask if far else local, usual, remedy if far else _REPORT, is_far=far)
+    yield Question("Hub", place.hub_token, usual, _REPORT)
+
+
+def _of_target(
+    where: Where, environment: Mapping[str, str], usual: float, of_ray: float
+) -> Iterator[Question]:
+    match where.target:
+        case "cluster":
+            # The process that asks has the time limit, and a little more is left for it to end.
+            ask = partial(cluster.ray_cluster, where.address or "auto", seconds=of_ray)
+            yield Question("Ray cluster", ask, of_ray + usual, _REPORT, is_far=True)
+        case "job":
+            jobs = partial(cluster.jobs_api, where, environment, versions_here())
+            remedy = "Check the address, and that the dashboard is reached from here (a port-forward?)."
+            yield Question("Jobs API", jobs, usual, remedy, is_far=True)
+        case "kubernetes":
+            remedy = "See that `kubectl get rayjobs` works from here."
+            asked = partial(cluster.kubernetes, where.profile)
+            yield Question("Kubernetes", asked, usual, remedy, is_far=True)
+        case _:
+            start = partial(cluster.embedded_ray, seconds=of_ray)
+            yield Question("Ray", start, of_ray + usual, "Give --inline to merge without Ray.")
