@@ -14,20 +14,21 @@ from raymerge.methods.trim import TrimmedReference, TrimmingKernel, take_sample
 
 
 class TiesKernel(TrimmingKernel):
-    """Keeps of each delta the ``k = floor(density * N)`` elements of largest magnitude.
+    """Keeps of each delta the ``k = floor(density * N)`` elements of largest magnitude, and at least one.
 
     Deltas of 16-bit checkpoints take few distinct values: about one element in 150 ties with the k-th. Those
     stay, by a hash of their index, whose share makes k. So each element decides for itself, and no part of
     the tensor is favoured, as an order by index would.
 
-    ``k = 0`` keeps nothing (but infinity and NaN, which must reach the result), density 1 everything."""
+    Density 0 keeps nothing (but infinity and NaN, which must reach the result), 1 everything."""
 
     name = "ties"
     elect = True
     num_thresholds = 1
 
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
-        return math.floor(settings.per_source("density")[source] * num_elements), 0
+        density = settings.per_source("density")[source]
+        return max(math.floor(density * num_elements), int(density > 0)), 0
 
 
 TIES = Method(

@@ -331,7 +331,9 @@ def _ranks_kept(tensor: reference.LogicalTensor, name: str, source: int) -> tupl
     if density >= 1:
         return None
     num_kept = math.floor(density * total)
-    outliers = math.floor(settings.per_source("gamma")[source] * total) if name != "ties" else 0
+    if name == "ties":
+        return max(num_kept, int(density > 0)), 0
+    outliers = math.floor(settings.per_source("gamma")[source] * total)
     upper = min(num_kept + outliers, total)
     return upper, upper - num_kept
 

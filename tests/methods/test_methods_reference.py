@@ -218,6 +218,14 @@ def test_ties_keeps_as_many_of_the_tied_as_make_up_the_density() -> None:
     assert float((quarters - 1 / 3).abs().max()) < 0.01
 
 
+def test_ties_keeps_the_largest_of_a_tensor_that_is_too_small_for_the_density() -> None:
+    delta = torch.tensor([1.0, -4.0, 2.0])
+    for density, kept in ((0.001, [0.0, -4.0, 0.0]), (0.0, [0.0, 0.0, 0.0])):
+        case = Case({"normalize": False}, sources_of(1.0, density=density))
+        assert run("ties", case, torch.zeros(3), [delta]).tolist() == kept
+        assert_agrees("ties", case, torch.zeros(3), [delta])
+
+
 def test_ties_chooses_among_equals_by_source_not_alike() -> None:
     delta = torch.ones(BLOCK)
     case = Case({"normalize": False}, sources_of(1.0, 1.0, density=0.5))
