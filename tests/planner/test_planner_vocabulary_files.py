@@ -497,6 +497,14 @@ def test_built_in_formats_in_transformers(tmp_path: Path, name: str) -> None:
     )
 
 
+def test_mistrals_format_refuses_a_role_that_it_would_take_for_the_assistant() -> None:
+    refusals: list[str] = []
+    template = ImmutableSandboxedEnvironment().from_string(built_in_templates()["mistral"])
+    talk = [*_TALK, {"role": "tool", "content": "4"}]
+    template.render(messages=talk, bos_token="<s>", eos_token="</s>", raise_exception=refusals.append)
+    assert len(refusals) == 1
+
+
 def test_auto_takes_the_most_frequent_one_white_space_aside(tmp_path: Path) -> None:
     models = [
         _model(tmp_path, 0),
