@@ -133,12 +133,32 @@ EXTRACT = _answers(
     _valued("--sv-epsilon", remedy="Say which share of a change is enough:\n--energy 0.99"),
 )
 """Options of mergekit-extract-lora."""
-_ACCEPTED: Mapping[str, Answers] = MappingProxyType({"submit": SUBMIT, "extract_lora": EXTRACT})
 
+_ONE_RULE = "Leave it out: a token whose text the model has not is made by --approximation."
 TRANSPLANT = _answers(
-    *_EVERYWHERE, _valued("-k", "--k", VALUE), _valued("-a --approximation-method", "--approximation", VALUE)
+    *_EVERYWHERE,
+    _valued("--random-seed", reason="nothing is random"),
+    _valued("--out-shard-size", remedy="Leave it out: files have 5 GB at most."),
+    ("--unsafe-truncate-embeddings", Answer(reason="the donor's tokenizer says how many rows there are")),
+    _valued("-k", "--k", VALUE),
+    _valued("-a --approximation-method", "--approximation", VALUE),
+    (
+        "-c --cosine-similarity -nc --no-cosine-similarity",
+        Answer(reason="of common_interpolation, which is not there"),
+    ),
+    _valued("-w --weight-scheme", reason="of common_interpolation, which is not there"),
+    _valued("-s --subword-method", remedy="Leave it out: --approximation subword takes the mean."),
+    _valued("--batch-size", reason="--memory is the limit"),
+    _valued("-pm --prefix-match -bm --byte-match", remedy=_ONE_RULE),
+    ("--magikarp", Answer(remedy="Leave it out: all tokens that both models have are used.")),
+    ("--no-magikarp", Answer(reason="the default")),
+    _valued("-nvn --new-vocab-noise", remedy="Leave it out: new rows get no noise."),
+    _valued("-nvs --new-vocab-scale", remedy="Leave it out: new rows are not scaled."),
 )
-"""Options of mergekit-tokensurgeon that ``transplant`` has too."""
+"""Options of mergekit-tokensurgeon."""
+_ACCEPTED: Mapping[str, Answers] = MappingProxyType(
+    {"submit": SUBMIT, "extract_lora": EXTRACT, "transplant": TRANSPLANT}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +196,7 @@ def _options(arguments: Sequence[str], answers: Answers) -> Iterator[tuple[str, 
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
-        if not word.startswith("--") and len(word) > 2:
+        if name not in answers and not word.startswith("--"):
             name, equals, value = word[:2], "=", word[2:]
         answer = answers.get(name)
         if answer is None:

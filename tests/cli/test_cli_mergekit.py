@@ -17,9 +17,10 @@ from kits.chains import CHAIN
 from kits.checkpoint_maker import read_tensors, tiny_llama
 from kits.command_line import Outcome, run_command
 from kits.merges import MEAN, make_models, write_recipe
+from kits.transplants import BYTE_LEVEL, METASPACE, byte_level, metaspace, plain_text, write_model
 from safetensors.torch import save_file
 
-from raymerge.cli.mergekit import EXTRACT, SUBMIT, translate
+from raymerge.cli.mergekit import EXTRACT, SUBMIT, TRANSPLANT, translate
 from raymerge.options import RunOptions
 from raymerge.recipes.load import parse_recipes
 
@@ -69,6 +70,7 @@ def test_what_has_no_effect_is_accepted_with_one_line(folder: Path) -> None:
         ("--no-cuda --workers 2", "--device cpu --workers 2"),
         ("-I steps --out-path=place", "--steps steps --keep-intermediates --output place"),
         ("-j8 -vv --lazy-unpickle -o out", "-o out"),
+        ("-oout", "-oout"),
     ],
 )
 def test_what_has_another_name_is_passed_on(given: str, ours: str) -> None:
@@ -168,6 +170,8 @@ def test_every_option_of_a_served_command_has_an_answer() -> None:
         assert set(OPTIONS[command]) - own <= SUBMIT.keys()
     for command in ("every command", "mergekit-extract-lora"):
         assert set(OPTIONS[command]) - own <= EXTRACT.keys()
+    for command in ("every command", "mergekit-tokensurgeon"):
+        assert set(OPTIONS[command]) - {*own, "--k"} <= TRANSPLANT.keys()
 
 
 def _told(text: str) -> set[str]:
@@ -210,7 +214,8 @@ def test_the_command_lines_of_the_page_run(tmp_path: Path) -> None:
             with open(tmp_path / words[2], "w") as out:
                 subprocess.run([sys.executable, words[0]], cwd=tmp_path, stdout=out, check=True)
             continue
-        more = ["--inline"] if words[0] == "submit" and "--dry-run" not in words else []
+        runs = words[0] in ("submit", "transplant") and "--dry-run" not in words
+        more = ["--inline"] if runs else []
         outcome = run_command(*words, *more, cwd=tmp_path)
         assert outcome.code == 0, (line, outcome.text)
     one, stack = (read_tensors(tmp_path / name) for name in ("two", "stack"))
@@ -223,6 +228,9 @@ def _make_what_the_page_names(folder: Path) -> None:
     make_models(folder, ("one", "two", "base"))
     tiny_llama(folder / "tuned", 7, base=folder / "base")
     tensors = read_tensors(folder / "one")
+    text = plain_text("english")
+    write_model(folder / "body", byte_level(300, text), BYTE_LEVEL, seed=1)
+    write_model(folder / "donor", metaspace(320, text), METASPACE, seed=2)
     for name, text in re.findall(r"^```(?:yaml|python)\n# (\S+)\n(.*?)^```", PAGE, re.M | re.S):
         (folder / name).write_text(text)
     for name, text in {"recipe": MEAN, "mixture": MIXTURE, "several": CHAIN, "files": FILES}.items():
