@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError
@@ -69,6 +69,28 @@ class UnitProgress(Event):
     total_bytes: int
 
 
+Activity: TypeAlias = Literal["waiting", "reading", "computing", "writing"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartInHand:
+    part: int
+    """Number of a segment, of a unit of a stage, or of a shard on its way to an object store."""
+    activity: Activity
+    tensor: str
+    """The one that is made at the moment; "" if unknown."""
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress(Event):
+    """What a worker does at the moment, every second or so: too often for a journal, which has none of it."""
+
+    worker: str
+    parts: tuple[PartInHand, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StageKept(Event):
     title: str
@@ -92,6 +114,10 @@ class Planned(Event):
     projected_peak: int
     """Most bytes of memory of a worker, beyond an idle one."""
     notes: tuple[str, ...] = ()
+    made: Mapping[str, int] = field(default_factory=dict)
+    """Tensors by what becomes of them: merged, copied or converted."""
+    lead: str = ""
+    """The model whose layout the result keeps, as the recipe names it; "" for one that this run makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +253,14 @@ class Verified(Event):
 class Published(Event):
     path: str
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Event):
+    """The run ended without a result; the error is raised, too."""
+
+    exit_code: int
+    message: str
 
 
 OnEvent = Callable[[Event], None]

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from raymerge.cli.messages import command
+from raymerge.cli.next_steps import after_extraction
+from raymerge.cli.render.ending import show_next
 from raymerge.cli.render.screen import (
     Output,
     counted,
@@ -75,6 +77,7 @@ def extract_lora(
             out.json(_adapter_json(made))
         else:
             _show_adapter(out.console, made, modules=modules)
+            show_next(out.console, [*after_extraction(output, model, base, rank, made.relative_error)])
     return 0
 
 

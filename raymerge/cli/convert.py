@@ -51,5 +51,5 @@ def convert(
         with make_console(sys.stderr).status("reading headers"), heavy_imports():
             from raymerge.api import conversion
 
-        request = Request(conversion(model, to), f"converting {model}", output, options)
+        request = Request(conversion(model, to), f"converting {model}", output, options, converted=model)
         return rehearse(request, out) if dry_run else run(request, out, ending)

@@ -17,6 +17,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from raymerge import errors
+from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.screen import make_console, printable, put_json
 from raymerge.storage.retry import OUT_OF_SPACE
 
@@ -35,6 +36,8 @@ class Failure:
     message: str
     """Sentences; empty where the problems suffice."""
     problems: tuple[errors.Problem, ...] = ()
+    next: tuple[Step, ...] = ()
+    """Commands that are useful now."""
     is_final: bool = False
     """Whether the same command would fail again until something is changed."""
 
@@ -45,6 +48,7 @@ class Failure:
             "exit_code": self.exit_code,
             "message": message,
             "problems": [asdict(problem) for problem in self.problems],
+            **({"next": [asdict(step) for step in self.next]} if self.next else {}),
         }
 
 
@@ -90,9 +94,11 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, errors.UserError):
         return Failure(error.exit_code, "", error.problems, is_final=_is_final(error))
     if isinstance(error, errors.RaymergeError):
-        return Failure(error.exit_code, str(error), is_final=isinstance(error, errors.AskedError))
+        return Failure(
+            error.exit_code, str(error), next=_advice(error), is_final=isinstance(error, errors.AskedError)
+        )
     if isinstance(error, KeyboardInterrupt):
-        return Failure(STOPPED, STOPPED_EARLY)
+        return Failure(STOPPED, STOPPED_EARLY, next=_advice(error))
     if isinstance(error, OSError) and error.filename is not None:
         what, remedy = f"the system refused it: {error.strerror or error}.", "Check the path and your rights."
         return Failure(2, "", (errors.Problem(str(error.filename), what, remedy),))
@@ -109,6 +115,10 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(1, f"{what}RAYMERGE_TRACEBACK=1 in the environment the same command shows where it is.")
 
 
+def _advice(error: BaseException) -> tuple[Step, ...]:
+    return tuple(map(Step.of_line, getattr(error, "__notes__", ())))
+
+
 def _is_final(error: BaseException) -> bool:
     cause = error.__cause__
     return type(error) in _FINAL and (cause is None or _is_final(cause))
@@ -118,6 +128,7 @@ def show_failure(console: Console, failure: Failure) -> None:
     if failure.message:
         console.print(Text.assemble(("raymerge: ", "bold red"), printable(failure.message)))
     show_problems(console, failure.problems)
+    show_next(console, failure.next)
 
 
 def show_problems(console: Console, problems: Sequence[errors.Problem]) -> None:

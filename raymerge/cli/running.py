@@ -15,12 +15,25 @@ from typing import TYPE_CHECKING
 
 from raymerge.cli.adapters import show_combination
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
+from raymerge.cli.next_steps import after_adapter, after_conversion, after_merge, after_stop
 from raymerge.cli.plan import explain_all
-from raymerge.cli.render.progress import Tally, make_progress
+from raymerge.cli.render.ending import Step, show_next
+from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.reports import show_accounts, show_routing
 from raymerge.cli.render.screen import Output, make_console
+from raymerge.cli.render.tally import Tally
 from raymerge.errors import AskedError, IncompleteError
-from raymerge.events import Event, OnEvent, Published, RayEnded, StageReport, Stopping
+from raymerge.events import (
+    Event,
+    OnEvent,
+    Planned,
+    Published,
+    RayEnded,
+    StageReport,
+    StageStarted,
+    Started,
+    Stopping,
+)
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_alone, is_remote, shown
@@ -41,6 +54,8 @@ class Request:
     title: str
     output: str
     options: RunOptions
+    converted: str | None = None
+    """The model that ``recipe`` only stores in another format."""
 
     def __post_init__(self) -> None:
         check_alone(self.output)
@@ -154,28 +169,61 @@ def shown_status(what: str, ending: Ending) -> Iterator[OnEvent]:
 def run(request: Request, out: Output, ending: Ending, *, of_adapters: bool = False) -> int:
     ending.run = request.options.run
     ending.json_to = out.stream if out.as_json else None
+    watched = _Watched()
     try:
-        _run(request, out, ending, of_adapters=of_adapters)
-    except KeyboardInterrupt:
+        _run(request, out, ending, watched, of_adapters=of_adapters)
+    except KeyboardInterrupt as error:
         if not ending.is_done:
+            _advise(error, request, watched)
             raise
     except IncompleteError as error:
-        if not ending.is_asked:
-            raise
-        raise AskedError(str(error)) from error
+        if ending.is_asked:
+            raise AskedError(str(error)) from error
+        _advise(error, request, watched)
+        raise
     return 0
 
 
-def _run(request: Request, out: Output, ending: Ending, *, of_adapters: bool) -> None:
+@dataclass(slots=True)
+class _Watched:
+    """What the events of a run told, as far as it is wanted later."""
+
+    lead: str = ""
+    is_begun: bool = False
+    reports: list[StageReport] = field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, StageReport):
+            self.reports.append(event)
+        if isinstance(event, Planned):
+            self.lead = event.lead
+        self.is_begun = self.is_begun or isinstance(event, Started | StageStarted)
+
+
+def _advise(error: BaseException, request: Request, watched: _Watched) -> None:
+    # What a scheduler starts it starts again by itself.
+    if not request.options.run:
+        for step in after_stop(request.output, is_begun=watched.is_begun):
+            error.add_note(step.line)
+
+
+def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, of_adapters: bool) -> None:
     from raymerge.api import merge_adapters, submit
 
-    remote, reports = is_remote(request.output), list[StageReport]()
+    def then() -> tuple[Step, ...]:
+        if of_adapters:
+            return tuple(after_adapter(request.output))
+        if request.converted is not None:
+            return tuple(after_conversion(request.output, request.converted))
+        return tuple(after_merge(request.output, watched.lead))
+
+    remote = is_remote(request.output)
     place = shown(request.output) if remote else os.path.realpath(request.output)
-    with make_progress(out.stream, as_json=out.as_json, output=request.output) as progress:
+    shows = make_progress(out.stream, as_json=out.as_json, output=request.output, then=then)
+    with shows as progress:
 
         def show(event: Event) -> None:
-            if isinstance(event, StageReport):
-                reports.append(event)
+            watched.take(event)
             # Results between are published too, elsewhere.
             if isinstance(event, Published) and event.path == place:
                 ending.is_done = True
@@ -191,8 +239,9 @@ def _run(request: Request, out: Output, ending: Ending, *, of_adapters: bool) ->
             made = merge_adapters(request.recipe, request.output, request.options, on_event=show)
     if of_adapters:
         show_combination(out, made)
-    if reports and not out.as_json:
-        show_routing(out.console, reports)
+    if not out.as_json:
+        show_routing(out.console, watched.reports)
+        show_next(out.console, then())
 
 
 def give_up(run: str | None) -> None:

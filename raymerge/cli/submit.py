@@ -13,7 +13,9 @@ import typer
 
 from raymerge.cli import options as shared
 from raymerge.cli.messages import guarded
+from raymerge.cli.next_steps import after_sent
 from raymerge.cli.plan import default_output
+from raymerge.cli.render.ending import show_next
 from raymerge.cli.render.screen import Output, make_console, own_stdout
 from raymerge.cli.running import Request, give_up, rehearse, run, terminable
 from raymerge.cli.runs import detached, follow, run_notes, sent_place, where_of
@@ -151,7 +153,10 @@ def _send(submission: Submission, where: Where, out: Output, *, detach: bool, dr
         what = f"submitted as {run}" if is_new else f"{run} makes it already, and is shown from here on"
         out.console.print(what, soft_wrap=True)
     if not detach:
-        return follow(target, run, out, place)
+        code = follow(target, run, out, place)
+        if not out.as_json:
+            show_next(out.console if code == 0 else make_console(sys.stderr), [*after_sent(run, place, code)])
+        return code
     if not out.as_json:
         make_console(sys.stderr).print(detached(run), soft_wrap=True)
     return 0

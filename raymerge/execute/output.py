@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from raymerge.checkpoints.quantisation.block_codec import ErrorSums
+from raymerge.events import Activity
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read
@@ -38,13 +39,18 @@ class ComputePermit:
     def __init__(self, turns: threading.Semaphore) -> None:
         self._turns = turns
         self._is_held = False
+        self.activity: Activity = "reading"
+        """What the lane does, for whoever watches."""
 
     def take(self) -> None:
         if not self._is_held:
+            self.activity = "waiting"
             self._turns.acquire()
             self._is_held = True
+        self.activity = "computing"
 
     def rest(self) -> None:
+        self.activity = "reading"
         if self._is_held:
             self._is_held = False
             self._turns.release()
@@ -54,6 +60,7 @@ class ComputePermit:
         """Let others compute meanwhile; afterwards it may again where it might before."""
         was_held = self._is_held
         self.rest()
+        self.activity = "writing"
         try:
             yield
         finally:

@@ -270,6 +270,10 @@ class LoadReader:
     def __init__(self, sources: Sequence[ReadStore]) -> None:
         self.read_bytes = 0
         """Bytes wanted and read so far; holes between them are not counted."""
+        self.final_bytes = 0
+        """Of them, those that are not read once more."""
+        self.tensor = ""
+        """Name of the one that was read for last."""
         self._sources = sources
         self._op = -1
         self._factors: dict[int, tuple[tuple[torch.Tensor, ...], ...]] = {}
@@ -280,6 +284,7 @@ class LoadReader:
         They lie in the buffer (uint8, page-aligned, of at least ``load.nbytes``), but for factors. ``again``:
         the same bytes will be read once more."""
         raw_inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.tensor, before = load.tiles[0].op.tensor, self.read_bytes
         needed = sorted(_wanted(load), key=lambda each: each.file)
         requests, place = _requests(needed, buffer)
         for request, begin in zip(requests, self._fetched(load, requests, again=again), strict=True):
@@ -303,6 +308,7 @@ class LoadReader:
                 else:
                     inputs.append(data)
             raws.append(inputs)
+        self.final_bytes += 0 if again else self.read_bytes - before
         return tuple(raws)
 
     def _fetched(self, load: Load, requests: Sequence[_Request], *, again: bool) -> list[int]:

@@ -29,6 +29,7 @@ from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.device_numerics import DeviceError, Fallback, failure_of, return_free_memory
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
+from raymerge.events import PartInHand
 from raymerge.execute.compute import Scratch
 from raymerge.execute.encoding import is_summed_at_once, warm_up_sums
 from raymerge.execute.lane import Equipment, Lane, LaneState, LoadBuffer
@@ -189,6 +190,19 @@ class HeapWatch:
         self.base = max(self.base, self.resident().own - self.limit // 2)
 
 
+@dataclass(frozen=True, slots=True)
+class _LaneInHand:
+    segment: int
+    total_bytes: int
+    turn: ComputePermit
+    reader: LoadReader
+    output: Output
+
+    def snapshot(self) -> PartInHand:
+        done = min(self.total_bytes, self.reader.final_bytes + self.output.written_bytes)
+        return PartInHand(self.segment, self.turn.activity, self.reader.tensor, done, self.total_bytes)
+
+
 Make: TypeAlias = Callable[[torch.device, str], Receipt]
 
 _PROCESSOR = torch.device("cpu")
@@ -221,6 +235,8 @@ class SegmentRunner:
         self._device = device
         self._fallback = Fallback(device, self._warmed(plan.expressions))
         self._idle: list[Equipment] = []
+        self._costs = plan["segments"].column("cost")
+        self._in_hand: dict[int, _LaneInHand] = {}
         self._lanes = threading.Semaphore(projection.lanes)
         self._heap = HeapWatch(projection.peak)
         self._turns = threading.Semaphore(threads)
@@ -261,6 +277,9 @@ class SegmentRunner:
         """What is made on the device, or anew on the processor where a GPU fails."""
         return self._fallback.run(make)
 
+    def in_hand(self) -> tuple[PartInHand, ...]:
+        return tuple(each.snapshot() for each in tuple(self._in_hand.values()))
+
     def rest(self) -> None:
         """Give back the memory of lanes that have nothing to do; they get it anew."""
         self._idle.clear()
@@ -285,7 +304,10 @@ class SegmentRunner:
         with self._lanes:
             started = time.monotonic()
             ops = self._jobs.ops(segment) if makings is None else self._jobs.these(segment, makings)
-            reader, output = self._written(ops, device, sink, in_order=makings is not None)
+            try:
+                reader, output = self._written(segment, ops, device, sink, in_order=makings is not None)
+            finally:
+                self._in_hand.pop(segment, None)
         for shard in sorted(output.shards):
             sink.sync(shard + UNFINISHED)
         return Receipt(
@@ -302,12 +324,13 @@ class SegmentRunner:
         )
 
     def _written(
-        self, ops: Sequence[OpJob], device: torch.device, sink: Sink, *, in_order: bool
+        self, segment: int, ops: Sequence[OpJob], device: torch.device, sink: Sink, *, in_order: bool
     ) -> tuple[LoadReader, Output]:
         reader, turn = LoadReader(self._sources), ComputePermit(self._turns)
         equipment = self._equipment(device)
         output = Output(sink, equipment.block, turn, in_order=in_order)
         cut = read_plans(ops, self._share(device), device)
+        self._in_hand[segment] = _LaneInHand(segment, self._costs[segment].as_py(), turn, reader, output)
         try:
             Lane(self._lane_state, turn, reader, output, equipment).run(tuple(cut))
         except NotFinite as error:

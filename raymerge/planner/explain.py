@@ -200,6 +200,20 @@ def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int], list[int]]]:
     return {tensor: (list(used), list(kinds), list(read)) for tensor, (used, kinds, read) in makings.items()}
 
 
+def tensors_by_use(plan: Plan) -> dict[str, int]:
+    """How many tensors of the output are merged, copied and converted; scales go with their codes."""
+    ops, order = plan["ops"], (Use.COPIED, Use.CONVERTED, Use.MERGED)
+    strengths = np.array([order.index(_kind(each)) for each in plan.expressions], dtype=np.int64)
+    copy_of, made_with = ints(ops, "copy_of"), ints(ops, "made_with")
+    own = np.arange(len(copy_of))
+    makers = made_with[np.where(copy_of >= 0, copy_of, own)]
+    of_op = strengths[ints(ops, "expression")[np.where(makers >= 0, makers, own)]]
+    strongest = np.zeros(len(plan["tensors"]), dtype=np.int64)
+    np.maximum.at(strongest, ints(ops, "tensor"), of_op)
+    counts = np.bincount(strongest, minlength=len(order)).tolist()
+    return {use.value: count for use, count in reversed(list(zip(order, counts, strict=True))) if count}
+
+
 def _strongest(expressions: Sequence[Expression]) -> Use:
     kinds = {_kind(expression) for expression in expressions}
     order = (Use.MERGED, Use.CONVERTED)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from raymerge.errors import IncompleteError, OptionError, Problem, TransientError, VerificationError
-from raymerge.events import OnEvent, ShardDone
+from raymerge.events import OnEvent, PartInHand, ShardDone
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
@@ -286,7 +286,9 @@ class ShardWork:
             self._check_scratch(Path(self.scratch))
             into = partial(ScratchSink, writer, scratch=self.scratch)
         segments = self.segments.open(device, name)
-        return ShardsRunner(segments, self.orders, into, guard, attempt_id, retry_policy)
+        by_segment = self.segments.plan["segments"].column("cost").to_pylist()
+        costs = tuple(sum(by_segment[segment] for segment in order.segments) for order in self.orders)
+        return ShardsRunner(segments, self.orders, costs, into, guard, attempt_id, retry_policy)
 
     def _check_scratch(self, scratch: Path) -> None:
         """Raises unless this machine takes files there, for as many shards as it makes at once."""
@@ -304,12 +306,16 @@ class ShardWork:
 class ShardsRunner:
     segments: SegmentsRunner
     orders: tuple[ShardOrder, ...]
+    costs: tuple[int, ...]
+    """Of each shard, the bytes that its segments read and write."""
     sink: Callable[..., ShardSink]
     guard: Callable[[], None]
     """Raises where nothing may be written any more."""
     attempt_id: str
     retry_policy: RetryPolicy
     aborted: threading.Event = field(default_factory=threading.Event)
+    done_bytes: dict[int, int] = field(default_factory=dict)
+    """Of each shard in hand, those of its finished steps."""
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
         """Make one shard; its receipt has only those of its segments, and the object's stamp.
@@ -317,7 +323,21 @@ class ShardsRunner:
         Raises TransientError for a passing failure of the store. An upload cannot go back: the pool has the
         shard made again, perhaps elsewhere."""
         runner = self.segments.fitting(budget)
-        return runner.on_device(partial(self._made, runner, number))
+        try:
+            return runner.on_device(partial(self._made, runner, number))
+        finally:
+            self.done_bytes.pop(number, None)
+
+    def in_hand(self) -> tuple[PartInHand, ...]:
+        segments = {each.part: each for each in self.segments.in_hand()}
+        return tuple(self._shard_in_hand(number, segments) for number in tuple(self.done_bytes))
+
+    def _shard_in_hand(self, number: int, segments: Mapping[int, PartInHand]) -> PartInHand:
+        order = self.orders[number]
+        step = next((segments[each] for each in order.segments if each in segments), None)
+        done = self.done_bytes.get(number, 0) + (step.done_bytes if step is not None else 0)
+        activity, tensor = (step.activity, step.tensor) if step is not None else ("writing", order.name)
+        return PartInHand(number, activity, tensor, min(done, self.costs[number]), self.costs[number])
 
     def abort(self) -> None:
         """Let every shard in hand fail at its next load, or at its next piece."""
@@ -332,10 +352,12 @@ class ShardsRunner:
         order = self.orders[number]
         stamp = stamp_of(self.attempt_id, device.type)
         made: dict[int, Receipt] = {}
+        self.done_bytes[number] = 0
         with self.sink(order, stamp=stamp, guard=self.guard, goes_on=self._check_going) as sink:
             for segment, makings in order.steps:
                 receipt = runner.made(segment, device, note, sink=sink, makings=makings)
                 made[segment] = joined(made[segment], receipt) if segment in made else receipt
+                self.done_bytes[number] += receipt.read_bytes + receipt.written_bytes
             # Before anybody can see it: a source may have been changed meanwhile.
             whole = self.segments.settled(Receipt(number, 0, 0, 0.0, "", {}, note=note))
             sink.finish()

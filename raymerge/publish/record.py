@@ -26,7 +26,7 @@ from typing import Any
 
 from raymerge.checkpoints.files import RECORD_DIRECTORY
 from raymerge.errors import IncompleteError, Problem, RaymergeError, TargetError
-from raymerge.events import Event, OnEvent, SegmentDone, UnitDone, UnitProgress
+from raymerge.events import Ended, Event, OnEvent, SegmentDone, UnitDone, UnitProgress, WorkerProgress
 from raymerge.execute.receipts import Receipt
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.objects.writer import ObjectWriter
@@ -405,7 +405,8 @@ class Journal:
 
     def __call__(self, event: Event) -> None:
         """Also called from signal handlers."""
-        if self._nbytes < _FULL_BYTES or not isinstance(event, SegmentDone | UnitDone | UnitProgress):
+        is_often = isinstance(event, SegmentDone | UnitDone | UnitProgress)
+        if not isinstance(event, WorkerProgress) and (self._nbytes < _FULL_BYTES or not is_often):
             self._add(event.to_json())
         self._on_event(event)
 
@@ -416,13 +417,16 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Write the error that ended the run, if any, and close the file."""
-        if error is not None:
-            self._add(_ended(error))
+        ended = None if error is None else _ended(error)
+        if ended is not None:
+            self._add(ended.to_json())
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
         if self._mirror is not None:
             self._mirror()
+        if ended is not None:
+            self._on_event(ended)
 
     def open(self, record: Path, mirror: Callable[[], None] | None = None) -> None:
         """Write to this record's journal from now on, beginning with earlier events. ``mirror`` is
@@ -454,11 +458,11 @@ class Journal:
                 os.write(self._descriptor, lines)
 
 
-def _ended(error: BaseException) -> dict[str, Any]:
+def _ended(error: BaseException) -> Ended:
     code, message = 1 if isinstance(error, Exception) else _STOPPED, type(error).__name__
     if isinstance(error, RaymergeError):
         code, message = error.exit_code, str(error)
-    return {"event": ENDED, "exit_code": code, "message": message[:_MOST_MESSAGE]}
+    return Ended(code, message[:_MOST_MESSAGE])
 
 
 _PAUSE_SECONDS = 5.0

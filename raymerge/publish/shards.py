@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from raymerge.device_numerics import return_free_memory
-from raymerge.events import OnEvent, ShardDone
+from raymerge.events import OnEvent, PartInHand, ShardDone
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
@@ -147,6 +147,9 @@ class SegmentsRunner:
         return_free_memory()
         self._made_by[1:] = [self._runner(replace(self._projection, budget=budget, lanes=1, peak=budget))]
         return self._made_by[1]
+
+    def in_hand(self) -> tuple[PartInHand, ...]:
+        return tuple(each for runner in tuple(self._made_by) for each in runner.in_hand())
 
     def abort(self) -> None:
         """Let every segment in hand fail at its next tile."""

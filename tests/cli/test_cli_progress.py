@@ -20,8 +20,10 @@ from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
 from raymerge.cli.messages import failure_of, guarded, show_problems
-from raymerge.cli.render.progress import LiveProgress, PlainProgress, Tally, make_progress, summary
+from raymerge.cli.render.ending import Step, show_next
+from raymerge.cli.render.progress import LiveProgress, PlainProgress, make_progress, summary, view
 from raymerge.cli.render.screen import make_console, make_table, printable, put_json
+from raymerge.cli.render.tally import Tally
 from raymerge.errors import (
     AskedError,
     CheckpointError,
@@ -36,9 +38,12 @@ from raymerge.errors import (
     UnreadableError,
 )
 from raymerge.events import (
+    Activity,
     DeviceFailed,
+    Ended,
     Event,
     MemoryShort,
+    PartInHand,
     Planned,
     Published,
     RoomAwaited,
@@ -56,6 +61,7 @@ from raymerge.events import (
     UnitProgress,
     Verified,
     WorkerLost,
+    WorkerProgress,
 )
 
 PLANNED = Planned("d" * 40, 10, 4000, 10_000, 10, 5_000_000)
@@ -130,20 +136,111 @@ def test_bytes_speed_and_time_left_add_up() -> None:
     clock.now += 6
     mine = tally.workers["worker-0"]
     assert (mine.segments, mine.nbytes, tally.done_bytes) == (2, 2000, 3000)
-    assert tally.speed(mine.nbytes) == pytest.approx(2000 / 6)
+    assert tally.rate_of(mine) == pytest.approx(2000 / 6)
     assert tally.fraction == pytest.approx(0.3)
     assert summary(tally) == "3.00 kB of 10.00 kB, 500 B/s, 0:14 left, 3 of 10 segments"
     empty = Tally()
-    assert (empty.fraction, empty.speed(0), empty.seconds_left, empty.elapsed) == (0.0, 0.0, None, 0.0)
+    assert (empty.fraction, empty.rate, empty.seconds_left, empty.elapsed) == (0.0, 0.0, None, 0.0)
 
 
 def test_resumed_bytes_count_as_done_and_not_for_the_speed() -> None:
     clock = Clock()
     tally = _fed(PLANNED, Started(("worker-0",), "cpu", 5, 5000), _done(7), clock=clock)
-    clock.now += 1
+    clock.now += 5
     assert (tally.done_bytes, tally.done_segments) == (6000, 6)
-    assert tally.speed(tally.made_bytes) == pytest.approx(1000)
-    assert tally.seconds_left == pytest.approx(4)
+    assert tally.rate == pytest.approx(200)
+    assert tally.seconds_left == pytest.approx(20)
+
+
+def test_the_time_left_is_not_guessed_and_follows_the_speed_of_late() -> None:
+    """What a cache gives in the first seconds is forgotten; before anything is known nothing is said."""
+    clock = Clock()
+    large = replace(PLANNED, total_bytes=1_000_000, segments=1000)
+    tally = _fed(large, STARTED, clock=clock)
+    clock.now += 2
+    tally.take(_done(0, nbytes=100_000))
+    assert tally.seconds_left is None
+    for segment in range(1, 61):
+        clock.now += 1
+        tally.take(_done(segment))
+    # 1 kB a second by now; on the average it were 5 minutes.
+    assert tally.seconds_left == pytest.approx(840, rel=0.05)
+    slow = _fed(large, STARTED, clock=clock)
+    clock.now += 60
+    slow.take(_done(0))
+    assert slow.seconds_left is None
+
+
+def _in_hand(done: int, total: int = 1000, activity: Activity = "computing", part: int = 0) -> PartInHand:
+    return PartInHand(part, activity, "model.layers.17.mlp.down_proj.weight", done, total)
+
+
+def _told(worker: str, *parts: PartInHand) -> WorkerProgress:
+    return WorkerProgress(worker, parts)
+
+
+def test_bytes_of_segments_in_hand_count_once_and_not_those_of_a_lost_worker() -> None:
+    tally = _fed(PLANNED, STARTED, _told("worker-0", _in_hand(400), _in_hand(500, part=1)))
+    assert (tally.done_bytes, tally.moved_bytes) == (900, 900)
+    tally.take(_done(1))
+    assert (tally.done_bytes, tally.moved_bytes) == (1000, 1000)
+    tally.take(_told("worker-0", _in_hand(700)))
+    tally.take(_told("worker-1", _in_hand(200, part=2)))
+    assert tally.done_bytes == 1900
+    tally.take(WorkerLost("worker-1", "killed", (2,)))
+    assert (tally.done_bytes, tally.moved_bytes) == (1900, 1700)
+    tally.take(_done(0))
+    tally.take(_done(2))
+    assert tally.done_bytes == 3000
+
+
+def _screen(tally: Tally, columns: int, lines: int = 30) -> list[str]:
+    console = Console(record=True, width=columns, height=lines, file=io.StringIO())
+    console.print(view(tally, console))
+    return console.export_text().splitlines()
+
+
+def test_a_screen_shows_what_each_worker_does_in_any_width() -> None:
+    clock = Clock()
+    tally = _fed(StepStarted("left", 2, 3), PLANNED, STARTED, clock=clock)
+    clock.now += 10
+    tally.take(_told("worker-0", _in_hand(620, activity="reading"), _in_hand(310)))
+    tally.take(_told("worker-1", _in_hand(100, activity="writing")))
+    title, bar, numbers, first, second = _screen(tally, 80)
+    assert title == "merge 2 of 3: left"
+    assert bar.endswith("10%")
+    assert numbers.startswith("1.03 kB of 10.00 kB, 103 B/s, 1:27 left, 0 of 10 segments")
+    assert first.split() == [
+        "worker-0", "computing", "...rs.17.mlp.down_proj.weight", "31%", "0", "done", "93", "B/s"
+    ]  # fmt: skip
+    assert "writing" in second
+    for columns in (20, 40, 60, 80, 200):
+        drawn = _screen(tally, columns)
+        assert max(map(len, drawn)) <= columns
+        assert sum("worker-" in line and "B/s" in line for line in drawn) == 2
+    assert "model.layers.17.mlp.down_proj.weight" in _screen(tally, 120)[3]
+
+
+def test_of_a_hundred_workers_the_busiest_are_shown_and_the_others_counted() -> None:
+    clock, names = Clock(), tuple(f"worker-{number}" for number in range(100))
+    tally = _fed(replace(PLANNED, total_bytes=10**9), Started(names, "cuda", 0, 0), clock=clock)
+    clock.now += 10
+    for number, name in enumerate(names):
+        tally.take(_told(name, _in_hand(1000 * (number + 1), 10**6)))
+    drawn = _screen(tally, 80)
+    assert len(drawn) <= 20
+    assert [line.split()[0] for line in drawn if "computing" in line] == list(names[-12:])
+    assert drawn[-1] == "and 88 others: 391.60 kB/s"
+    assert len(_screen(tally, 80, lines=16)) <= 16
+
+
+def test_a_unit_of_a_stage_is_named_by_its_number() -> None:
+    tally = _fed(STAGE, _told("worker-1", PartInHand(2, "computing", "", 500, 1000)), UnitProgress(500, 3000))
+    assert tally.done_bytes == 500
+    drawn = _screen(tally, 80)
+    assert drawn[0] == "stage 1 of 2: router rows"
+    assert "unit 2" in drawn[-1]
+    assert "50%" in drawn[-1]
 
 
 @given(data=st.data(), units=st.integers(1, 5), before=st.integers(0, 3))
@@ -171,7 +268,7 @@ def test_the_bar_moves_within_a_unit_which_counts_once() -> None:
     clock = Clock()
     tally = _fed(ONE_UNIT, clock=clock)
     clock.now += 10
-    assert summary(tally) == "0 B of 3.00 kB, 0 B/s, 0:10 so far, 0 of 1 unit"
+    assert summary(tally) == "0 B of 3.00 kB, 0:10 so far, 0 of 1 unit"
     tally.take(UnitProgress(1000, 3000))
     assert summary(tally) == "1.00 kB of 3.00 kB, 100 B/s, 0:20 left, 0 of 1 unit"
     tally = _fed(STAGE, _unit(0), UnitProgress(1600, 3000))
@@ -197,19 +294,65 @@ def test_every_merge_and_stage_is_counted_by_itself() -> None:
 
 
 def test_plain_lines_tell_beginning_and_end() -> None:
-    planned = replace(PLANNED, notes=("'t' has no effect on linear",))
+    planned = replace(PLANNED, notes=("'t' has no effect on linear",), made={"merged": 7, "copied": 3})
     assert _said(planned, STARTED, *map(_done, range(10)), *ENDING, seconds=0.2) == [
         "planned: 10 tensors, 4.00 kB; at most 5.00 MB of memory a worker",
         "  note: 't' has no effect on linear",
         "merging with 2 workers on cpu",
         "merged: 10.00 kB read and written at 5.00 kB/s",
-        "  worker-0: 10 segments, 10.00 kB, 5.00 kB/s",
-        "  worker-1: 0 segments, 0 B, 0 B/s",
+        "  by 2 workers: 0 B to 10.00 kB each",
         "verified: 10 tensors, 4.00 kB, all as planned",
         "done: out",
-        "  in 1:01 with 2 workers on cpu",
-        f"  digest {'d' * 40}",
+        "  result  10 tensors, 4.00 kB: 7 merged, 3 copied",
+        "  read    9.00 kB at 4.50 kB/s",
+        "  wrote   1.00 kB at 500 B/s",
+        "  time    1:01 with 2 workers on cpu, of it 2.0 s merging",
+        f"  digest  {'d' * 40}",
     ]
+
+
+def test_the_end_tells_memory_against_the_promise_and_what_to_look_at() -> None:
+    peaks = (10, 2_000_000, 4_000_000, *[0] * 7)
+    made = [SegmentDone(segment, "worker-0", 900, 100, 1000, 0.5, peak) for segment, peak in enumerate(peaks)]
+    lost, going_on = WorkerLost("worker-1", "killed", ()), Started(WORKERS, "cpu", 5, 5000)
+    lines = _said(PLANNED, going_on, lost, *made[:5], *ENDING, seconds=1)
+    assert "  memory   4.00 MB at most a worker; 5.00 MB promised" in lines
+    assert "  look at  1 warning above" in lines
+    assert "  read     4.50 kB at 750 B/s; the rest in an earlier run" in lines
+    assert "memory  " not in "".join(_said(PLANNED, STARTED, *map(_done, range(10)), *ENDING))
+
+
+def _put(*events: Event, steps: tuple[Step, ...] = ()) -> list[dict[str, object]]:
+    stream = io.StringIO()
+    with make_progress(stream, as_json=True, output="out", then=lambda: steps) as progress:
+        for event in events:
+            progress(event)
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_ends_with_the_same_numbers_and_has_nothing_for_eyes_alone() -> None:
+    steps = (Step("raymerge verify 'my out' --level load", "loads it"),)
+    told = (StepStarted("left", 1, 2), *MERGE, StepStarted("", 2, 2), *MERGE)
+    looks = (_told("worker-0", _in_hand(1)), Ended(3, "stopped"))
+    put = _put(*told, *looks, steps=steps)
+    assert [each["event"] for each in put] == [event.kind() for event in told]
+    assert {"path": "/somewhere/out", "seconds": 61.0}.items() <= put[-1].items()
+    assert put[-1]["next"] == [{"command": "raymerge verify 'my out' --level load", "does": "loads it"}]
+    assert {"read_bytes": 1800, "written_bytes": 200, "verified_tensors": 10}.items() <= put[-1][
+        "summary"
+    ].items()  # type: ignore[attr-defined]
+    assert not any("summary" in each for each in put[:-1])
+
+
+@pytest.mark.parametrize(("columns", "has_comment"), [(80, True), (40, False)])
+def test_what_to_do_next_can_be_pasted_from_any_screen(columns: int, *, has_comment: bool) -> None:
+    command = f"raymerge verify {'x' * 25} --level load"
+    console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True)
+    show_next(console, [Step("raymerge inspect x", "what is in it"), Step(command, "loads it")])
+    lines = console.export_text().splitlines()
+    assert command in lines[2]
+    assert ("# loads it" in lines[2]) is has_comment
+    assert lines[1].split("  #")[0].strip() == "raymerge inspect x"
 
 
 def test_plain_lines_come_now_and_then_and_at_the_latest_after_a_minute() -> None:
@@ -219,15 +362,16 @@ def test_plain_lines_come_now_and_then_and_at_the_latest_after_a_minute() -> Non
         "2%: 200 B of 10.00 kB, 3"
     )
     lines = _said(STAGE, UnitProgress(100, 3000), UnitProgress(1500, 3000), seconds=30)
-    assert lines[1:] == ["50%: 1.50 kB of 3.00 kB, 25 B/s, 1:00 left, 0 of 3 units"]
+    assert lines[1:] == ["50%: 1.50 kB of 3.00 kB, 47 B/s, 0:32 left, 0 of 3 units"]
     assert _said(STAGE, _unit(0), seconds=70)[1].endswith("1 of 3 units")
 
 
 def test_of_several_merges_and_stages_only_the_last_is_done() -> None:
     lines = _said(StepStarted("left", 1, 2), *MERGE[:-1], Published("/x", 3.0), StepStarted("", 2, 2), *MERGE)
     assert lines[0] == "merge 1 of 2: left"
-    assert lines[6:8] == ["made in 3.0 s with 1 worker on cpu", "merge 2 of 2"]
-    assert lines[-3:] == ["done: out", "  in 1:01 with 1 worker on cpu", f"  digest {'a' * 40}"]
+    assert lines[5:7] == ["made in 3.0 s with 1 worker on cpu", "merge 2 of 2"]
+    assert [line for line in lines if line.startswith("done: ")] == ["done: out"]
+    assert lines[-2:] == ["  time    1:01 with 1 worker on cpu", f"  digest  {'a' * 40}"]
     kept = StageKept("order of experts", 2, 2)
     assert _said(STAGE, *map(_unit, range(3)), REPORT, kept, *MERGE, seconds=1)[:3] == [
         "stage 1 of 2: router rows",
@@ -281,13 +425,6 @@ def test_the_same_fault_of_storage_or_of_a_gpu_is_told_once() -> None:
     ]
 
 
-def test_the_largest_measured_peak_stands_beside_the_projection() -> None:
-    peaks = (10, 2_000_000, 4_000_000, *[0] * 7)
-    made = [SegmentDone(segment, "worker-0", 900, 100, 1000, 0.5, peak) for segment, peak in enumerate(peaks)]
-    assert "  peak: 4.00 MB of 5.00 MB a worker" in _said(PLANNED, STARTED, *made, seconds=1)
-    assert "peak" not in "".join(_said(PLANNED, STARTED, *map(_done, range(10))))
-
-
 def test_the_live_view_has_a_bar_and_a_line_for_each_worker() -> None:
     lost = WorkerLost("worker-1", "killed", ())
     (drawn,) = _drawn((PLANNED, STARTED, _done(0), _done(1, "worker-1"), _done(2, "worker-2"), lost))
@@ -295,7 +432,7 @@ def test_the_live_view_has_a_bar_and_a_line_for_each_worker() -> None:
     assert "3.00 kB of 10.00 kB" in drawn
     assert "worker-0" in drawn
     assert "worker-2" in drawn
-    assert "1 segment " in drawn
+    assert "1 done" in drawn
     assert "warning: worker-1 was lost" in drawn
 
 
@@ -315,8 +452,8 @@ def test_the_live_view_names_merge_and_stage_until_the_last_is_done() -> None:
         "Planning and starting the workers", "2 of 3 units", "Concluding: router rows", "Starting",
         "1 of 2 segments", "Finishing, verifying and publishing", "Starting", "done: out",
     )  # fmt: skip
-    for view, words in zip(drawn, expected, strict=True):
-        assert words in view
+    for shown, words in zip(drawn, expected, strict=True):
+        assert words in shown
     assert "merge 1 of 2: left" in drawn[1]
     assert "stage 1 of 2: router rows" in drawn[1]
     assert drawn[-1].index("verified") < drawn[-1].index("done: out")

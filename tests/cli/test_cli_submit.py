@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -25,7 +26,7 @@ import raymerge.api
 from raymerge.deploy.targets.local import PlaceRuns
 from raymerge.deploy.targets.sending import RunNote, RunNotes
 from raymerge.errors import IncompleteError
-from raymerge.events import Event, Published, Stopping
+from raymerge.events import Event, OnEvent, Published, Started, Stopping
 from raymerge.options import RunOptions
 from raymerge.publish.lease import StopRequest, myself
 from raymerge.runtime.workers.pool import InlinePool
@@ -44,6 +45,49 @@ def _submit(folder: Path, *args: str) -> Outcome:
 
 def _is_checkpoint(path: Path) -> bool:
     return (path / "config.json").is_file() and (path / "model.safetensors").is_file()
+
+
+def _next(outcome: Outcome) -> list[list[str]]:
+    """The commands that the last event of a command with --json names."""
+    *_, event = map(json.loads, outcome.text.splitlines())
+    return [shlex.split(step["command"]) for step in event["next"]]
+
+
+def test_what_a_command_names_next_works_as_it_stands(folder: Path) -> None:
+    merged = _next(_submit(folder, "--json", "-o", "my out"))
+    converted = _next(
+        run_command("convert", "one", "--to", "bf16", "-o", "c", "--inline", "--json", cwd=folder)
+    )
+    assert [command[1] for command in merged] == ["verify", "diff", "verify"]
+    assert [command[1] for command in converted] == ["diff", "verify", "inspect"]
+    for _, *args in (*merged, *converted):
+        extra = ["--inline"] if "audit" in args else []
+        ended = run_command(*args, *extra, cwd=folder)
+        # Two checkpoints that differ are no error of the command's.
+        assert ended.code == (2 if "diff" in args and "my out" in args else 0), ended.text
+
+
+@pytest.mark.parametrize(
+    "error", [IncompleteError("stopped with 1 of 2 segments done."), KeyboardInterrupt()]
+)
+def test_a_stopped_run_names_the_command_that_goes_on(
+    error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, on_event: OnEvent) -> None:
+        on_event(Started(("inline",), "cpu", 0, 0))
+        raise type(error)(*error.args)
+
+    monkeypatch.setattr("raymerge.api.submit", stopped)
+    command = ("submit", "recipe.yml", "--inline", "-o", "my out", "--memory", "1GiB")
+    shown = run_command(*command, cwd=folder)
+    assert shown.code == 3
+    again, logs = shown.text.splitlines()[-2:]
+    assert again.split("  # ")[0].strip() == "raymerge submit recipe.yml --inline -o 'my out' --memory 1GiB"
+    assert logs.split("  # ")[0].strip() == "raymerge logs 'my out'"
+    named = _next(run_command(*command, "--json", cwd=folder))
+    assert named == [["raymerge", *command, "--json"], ["raymerge", "logs", "my out"]]
+    # A scheduler's run is started again by the scheduler.
+    assert "next:" not in run_command(*command, "--run", "run-1", cwd=folder).text
 
 
 @pytest.mark.parametrize(

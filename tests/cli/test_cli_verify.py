@@ -479,7 +479,7 @@ def _submit(folder: Path, *args: str, text: str = MEAN) -> Outcome:
 
 def _lines(outcome: Outcome) -> dict[str, str]:
     """The report's facts by their titles."""
-    pairs = (line.split(maxsplit=1) for line in outcome.text.splitlines() if line.strip())
+    pairs = (line.split(maxsplit=1) for line in outcome.text.splitlines() if " " in line)
     return {title: rest.strip() for title, rest in pairs}
 
 

@@ -30,7 +30,7 @@ from raymerge.execute.reading import Load, Raw, RawRows, TileJob
 from raymerge.execute.transfers import CudaTransfers, HostTransfers
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.expressions import Expression, Op, Output, Part, Read, copy_expression, gathered
-from raymerge.merge_plan.jobs import GatheredInput
+from raymerge.merge_plan.jobs import GatheredInput, Jobs
 from raymerge.storage.local.store import LocalStore
 
 CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
@@ -238,6 +238,35 @@ def test_an_error_in_computing_leaves_no_turn_held(
             bench.runner.run(0)
     assert _free_turns(bench) == 1
     _others_are_made(bench, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "activity"),
+    [("linear", "write_extent", "writing"), ("ties", "read_extent", "reading")],
+)
+def test_what_a_lane_does_can_be_seen(
+    method: str, call: str, activity: str, long: Family, tmp_path: Path
+) -> None:
+    """A pass for statistics, with which TIES begins, brings the end no nearer."""
+    gate = _Gate(call, 1 if activity == "writing" else 5)
+    bench = _gated(recipes(long)[method], tmp_path, gate)
+    cost, names = bench.plan["segments"].column("cost").to_pylist()[0], _names_of(bench, 0)
+    with ThreadPoolExecutor(1) as lane:
+        made = lane.submit(bench.runner.run, 0)
+        assert gate.reached.wait(30)
+        (seen,) = bench.runner.in_hand()
+        gate.open.set()
+        receipt = made.result(30)
+    assert (seen.part, seen.activity, seen.total_bytes) == (0, activity, cost)
+    assert (seen.done_bytes > 0) is (activity == "writing")
+    assert seen.done_bytes < cost
+    assert seen.tensor in names
+    assert receipt.written_bytes
+    assert bench.runner.in_hand() == ()
+
+
+def _names_of(bench: Bench, segment: int) -> set[str]:
+    return {op.tensor for op in Jobs(bench.plan).ops(segment)}
 
 
 def test_a_lane_that_is_given_up_leaves_no_turn_held(long: Family, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from raymerge.merge_plan.memory import (
 )
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP, Access, BaseUse, methods
-from raymerge.planner.explain import config_changes, explain, tensor_lines
+from raymerge.planner.explain import config_changes, explain, tensor_lines, tensors_by_use
 from raymerge.planner.inputs.sources import Source, open_models
 from raymerge.planner.merges import build_plan
 from raymerge.planner.simulation import (
@@ -128,6 +128,9 @@ def test_tensors_are_copied_or_converted_as_the_recipe_says(tmp_path: Path) -> N
     }
     converted, _ = _planned(folder, f"{STACK}dtype: float16\n")
     assert {line.disposition for line in tensor_lines(converted)} == {"converted"}
+    merged, _ = _planned(folder, MEAN)
+    for each in (copied, converted, merged):
+        assert tensors_by_use(each) == Counter(line.disposition for line in tensor_lines(each))
 
 
 MB = 10**6

@@ -11,7 +11,7 @@ from kits.fake_ray import ActorDiedError, ActorUnavailableError, RayTaskError, r
 
 from raymerge.cli.messages import failure_of
 from raymerge.errors import IncompleteError, Problem, TargetError, TransientError
-from raymerge.events import MemoryShort, WorkerLost
+from raymerge.events import MemoryShort, PartInHand, WorkerLost, WorkerProgress
 from raymerge.runtime.workers.pool import ATTEMPTS, TICK_SECONDS
 
 # Workers that do not get on
@@ -20,7 +20,7 @@ from raymerge.runtime.workers.pool import ATTEMPTS, TICK_SECONDS
 def test_a_worker_whose_parts_do_not_get_on_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, [0, 1])
     (hung,) = scene.handles
-    hung.heartbeat.last.answer(0.25)
+    hung.heartbeat.last.answer((0.25, ()))
     scene.wait(PATIENCE)
     (lost,) = scene.of(WorkerLost)
     assert lost.segments == (0, 1)
@@ -35,11 +35,24 @@ def test_a_worker_that_is_slow_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     scene = Scene(monkeypatch, [0])
     (slow,) = scene.handles
     for look in range(100):
-        slow.heartbeat.last.answer(float(look))
+        slow.heartbeat.last.answer((float(look), ()))
         scene.step(5.0)
         scene.step(5.0)
     assert not scene.of(WorkerLost)
     assert len(slow.heartbeat.calls) > 50
+
+
+def test_what_a_worker_does_is_told_with_its_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, [0])
+    (worker,) = scene.handles
+    asked, parts = len(worker.heartbeat.calls), (PartInHand(0, "writing", "a.weight", 7, 9),)
+    worker.heartbeat.last.answer((1.0, parts))
+    scene.step(1.0)
+    (told,) = scene.of(WorkerProgress)
+    assert told.parts == parts
+    # A few workers are asked every second.
+    scene.step(1.0)
+    assert len(worker.heartbeat.calls) > asked
 
 
 def test_a_driver_that_was_paused_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +319,7 @@ def test_parts_that_nobody_can_do_any_more_end_the_run(monkeypatch: pytest.Monke
     scene.step()
     # There is room for another worker only where the files are not.
     scene.handles[2].is_up("node-a")
-    scene.handles[0].heartbeat.last.answer(0.25)
+    scene.handles[0].heartbeat.last.answer((0.25, ()))
     with pytest.raises(
         IncompleteError, match=r"no worker for 120 s was on a node that sees the files .* 1 s"
     ):

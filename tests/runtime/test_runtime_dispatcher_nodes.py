@@ -60,7 +60,7 @@ def test_a_worker_for_which_nothing_is_left_leaves_and_a_loss_brings_one_back(
     scene.step()
     for look in range(3):
         assert not idle.is_killed
-        busy.heartbeat.last.answer(float(look))
+        busy.heartbeat.last.answer((float(look), ()))
         scene.step(5.0)
         scene.step()
     assert idle.is_killed
@@ -80,7 +80,7 @@ def test_workers_that_wait_for_room_are_not_waited_for_when_nothing_is_left(
 ) -> None:
     scene = Scene(monkeypatch, range(1), slots=1, policy=DispatchPolicy(leaves=True))
     scene.group.actors.append(scene.group.spawn())
-    scene.handles[0].heartbeat.last.answer(1.0)
+    scene.handles[0].heartbeat.last.answer((1.0, ()))
     scene.wait(15.0)
     assert [each.is_killed for each in scene.handles] == [False, True]
 
@@ -90,7 +90,7 @@ def test_workers_that_wait_for_room_are_kept_while_a_part_waits(monkeypatch: pyt
     scene = Scene(monkeypatch, range(3), slots=1, able=able, policy=DispatchPolicy(leaves=True))
     scene.group.actors.append(scene.group.spawn())
     for look in range(5):
-        scene.handles[0].heartbeat.last.answer(float(look))
+        scene.handles[0].heartbeat.last.answer((float(look), ()))
         scene.step(5.0)
         scene.step()
     assert not scene.handles[1].is_killed
@@ -100,7 +100,7 @@ def test_nobody_leaves_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, range(2), workers=2, slots=1)
     _done(scene.handles[1])
     for look in range(20):
-        scene.handles[0].heartbeat.last.answer(float(look))
+        scene.handles[0].heartbeat.last.answer((float(look), ()))
         scene.step(5.0)
         scene.step()
     assert not scene.handles[1].is_killed
@@ -128,7 +128,7 @@ def test_a_worker_stays_whose_node_is_being_asked(monkeypatch: pytest.MonkeyPatc
     policy = DispatchPolicy(surveyed=frozenset({"node-a"}), leaves=True)
     scene = _joined(monkeypatch, able=EVERYWHERE, policy=policy)
     for look in range(5):
-        scene.handles[0].heartbeat.last.answer(float(look))
+        scene.handles[0].heartbeat.last.answer((float(look), ()))
         scene.step(5.0)
         scene.step()
     assert not scene.handles[1].is_killed

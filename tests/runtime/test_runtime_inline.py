@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raymerge.errors import IncompleteError
-from raymerge.events import Event, MemoryShort
+from raymerge.events import Event, MemoryShort, PartInHand, WorkerProgress
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.publish.shards import SegmentsRunner
@@ -62,6 +62,9 @@ class _Parts:
     def lessened(self, number: int, budget: int | None) -> int | None:
         had = budget or 800
         return had // 2 if had > 100 else None
+
+    def in_hand(self) -> tuple[PartInHand, ...]:
+        return (PartInHand(0, "reading", "a.weight", 1, 2),)
 
     def abort(self) -> None:
         self.aborted.set()
@@ -119,6 +122,23 @@ def test_a_run_that_is_given_up_begins_nothing_more() -> None:
     made.close()
     assert work.aborted.is_set()
     assert len(work.begun) == MOST
+
+
+def test_what_is_in_hand_is_told_while_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raymerge.runtime.workers.pool.TICK_SECONDS", 0.01)
+    told, is_told = list[Event](), threading.Event()
+
+    class Slow(_Parts):
+        def run(self, number: int, budget: int | None = None) -> Receipt:
+            assert is_told.wait(30)
+            return super().run(number, budget)
+
+    def take(event: Event) -> None:
+        told.append(event)
+        is_told.set()
+
+    assert sum(len(batch) for batch in InlinePool("cpu", on_event=take).run(Slow(), range(3), Stop())) == 3
+    assert told[0] == WorkerProgress("inline", (PartInHand(0, "reading", "a.weight", 1, 2),))
 
 
 def test_a_part_that_runs_out_of_memory_is_made_in_the_end_with_less() -> None:

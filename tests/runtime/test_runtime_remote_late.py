@@ -33,7 +33,7 @@ from raymerge.deploy.targets.local import PlaceRuns
 from raymerge.deploy.targets.target import RunState
 from raymerge.device_numerics import Fallback
 from raymerge.errors import IncompleteError, OptionError, TargetError, TransientError
-from raymerge.events import Event, SegmentDone, ShardDone
+from raymerge.events import Event, PartInHand, SegmentDone, ShardDone
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
@@ -256,6 +256,7 @@ def test_a_shard_says_on_what_device_it_was_made(
     runner = ShardsRunner(
         segments,  # type: ignore[arg-type]
         shard_orders(plan(recipe)),
+        (1,),
         lambda order, *, stamp, **_: _Sink(told, stamp),  # type: ignore[return-value]  # noqa: ARG005
         lambda: None,
         "mark",
@@ -265,6 +266,42 @@ def test_a_shard_says_on_what_device_it_was_made(
     assert told == ["mark-cuda dropped", "mark-cpu whole"]
     assert receipt.report["stamp"] == "mark-cpu"
     assert "too little memory" in receipt.note
+
+
+def test_a_shard_in_hand_counts_the_steps_that_are_made_and_the_one_in_hand(recipe: dict[str, Any]) -> None:
+    order, seen = shard_orders(plan(recipe))[0], list[PartInHand]()
+
+    class Making(SegmentRunner):
+        def __init__(self) -> None:
+            self._fallback = Fallback(torch.device("cpu"))
+
+        def made(self, segment: int, *_: Any, **__: Any) -> Receipt:
+            seen.extend(runner.in_hand())
+            return Receipt(segment, 30, 10, 0.1, "w", {})
+
+    class Sink(_Sink):
+        def finish(self) -> None:
+            seen.extend(runner.in_hand())
+
+    step = PartInHand(order.segments[0], "reading", "a.weight", 5, 40)
+    steps = len(order.steps)
+    segments = SimpleNamespace(
+        fitting=lambda _: Making(), settled=lambda receipt: receipt, in_hand=lambda: () if seen else (step,)
+    )
+    runner = ShardsRunner(
+        segments,  # type: ignore[arg-type]
+        (order,),
+        (40 * steps,),
+        lambda *_, **__: Sink([], ""),  # type: ignore[return-value]
+        lambda: None,
+        "mark",
+        RetryPolicy(),
+    )
+    runner.run(0)
+    assert seen[0] == PartInHand(0, "reading", "a.weight", 5, 40 * steps)
+    # Whole, and on its way to the store.
+    assert seen[-1] == PartInHand(0, "writing", order.name, 40 * steps, 40 * steps)
+    assert runner.in_hand() == ()
 
 
 # Stops
@@ -288,7 +325,7 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
     segments = SimpleNamespace(fitting=lambda _: Passing(), abort=lambda: None)
     writer, retry_policy = SimpleNamespace(stream=lambda *_, **__: stream), RetryPolicy()
     into = partial(object_shards.ShardSink, writer)  # type: ignore[arg-type]
-    runner = ShardsRunner(segments, orders, into, lambda: None, "mark", retry_policy)  # type: ignore[arg-type]
+    runner = ShardsRunner(segments, orders, (1,), into, lambda: None, "mark", retry_policy)  # type: ignore[arg-type]
     with pytest.raises(IncompleteError, match="since the run ends"):
         runner.run(0)
     assert sent == [0, 11]

@@ -23,7 +23,7 @@ from raymerge.deploy.targets.local import PlaceRuns, report_of
 from raymerge.deploy.targets.sending import RunNote, RunNotes
 from raymerge.deploy.targets.target import RunState, is_run_name, new_run_name
 from raymerge.errors import IncompleteError, TransientError
-from raymerge.events import Event, Planned, SegmentDone, Started, Stopping, Verified
+from raymerge.events import Ended, Event, Planned, SegmentDone, Started, Stopping, Verified, WorkerProgress
 from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import record
 from raymerge.publish.lease import LeaseFile, LeaseHolder, StopRequest, lease_view, leased, myself
@@ -249,13 +249,16 @@ def test_a_journal_is_bounded_and_breaks_nothing(tmp_path: Path, monkeypatch: py
     with Journal(told.append) as kept:
         kept(PLANNED)
         kept.open(tmp_path)
+        # What is told for eyes alone, many times a second, is not written.
+        kept(WorkerProgress("worker-0", ()))
         for _ in range(100):
             kept(DONE)
         kept(Stopping(1.0))
     lines = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
     assert [lines[0]["event"], lines[-1]["event"]] == ["planned", "stopping"]
     assert 5 < len(lines) < 30
-    assert len(told) == 102
+    assert len(told) == 103
+    assert "worker_progress" not in {each["event"] for each in lines}
     for _ in range(100):
         with Journal(told.append) as kept:
             kept.open(tmp_path)
@@ -308,8 +311,10 @@ def test_the_logs_are_those_of_the_newest_run(tmp_path: Path) -> None:
 def test_a_journal_says_what_ended_the_run(
     error: BaseException, code: int, said: str, tmp_path: Path
 ) -> None:
+    told: list[Event] = []
+
     def make() -> None:
-        with Journal(lambda _: None) as kept:
+        with Journal(told.append) as kept:
             kept.open(tmp_path)
             raise error
 
@@ -319,6 +324,7 @@ def test_a_journal_says_what_ended_the_run(
     # What it took is reckoned from such times.
     assert "." in line["time"]
     assert (line["event"], line["exit_code"], line["message"]) == ("ended", code, said)
+    assert told == [Ended(code, said)]
 
 
 def test_broken_records_are_no_reason_to_fail(tmp_path: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import IO
 
@@ -17,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from raymerge import events
+from raymerge.cli.render.ending import Step, ending, how, summary_rows
 from raymerge.cli.render.reports import duplicate_lines, encoding_lines, encoding_warning
-from raymerge.cli.render.screen import counted, make_console, make_table, printable, put_json
+from raymerge.cli.render.screen import counted, lines_of, make_console, make_table, printable, put_json
+from raymerge.cli.render.tally import Tally, WorkerTally
 from raymerge.events import Event, OnEvent
 from raymerge.units import format_duration, format_size
 
@@ -26,26 +27,50 @@ _QUIET_SECONDS = 5.0
 _QUIET_PART = 0.1
 _SILENT_SECONDS = 60.0
 _REFRESH_PER_SECOND = 4
+_MOST_ROWS, _OTHER_LINES = 12, 12
+"""Workers that are shown, and lines of a terminal that other things need."""
+_TENSOR_COLUMNS, _PLAIN_COLUMNS = 64, 44
+"""Of a terminal from which on there is room for the name of a tensor, and for what is done with it."""
+_ACTIVITIES = ("computing", "writing", "reading", "waiting")
+"""Of several parts in hand the first of these is told."""
 
 
 @contextmanager
 def make_progress(
-    stream: IO[str], *, as_json: bool, output: str, clock: Callable[[], float] = time.monotonic
+    stream: IO[str],
+    *,
+    as_json: bool,
+    output: str,
+    clock: Callable[[], float] = time.monotonic,
+    then: Callable[[], Sequence[Step]] = lambda: (),
 ) -> Iterator[OnEvent]:
-    """Shows events in the way that suits the stream; ``clock`` returns seconds."""
+    """Shows events in the way that suits the stream; ``clock`` returns seconds, ``then`` what is useful next,
+    for the last event as JSON."""
     console = make_console(stream)
     if as_json:
-
-        def put(event: Event) -> None:
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            put_json(stream, {**event.to_json(), "time": now})
-
-        yield put
+        yield JsonProgress(stream, then, clock=clock)
     elif console.is_terminal and not console.is_dumb_terminal:
         with LiveProgress(console, output, clock=clock) as live:
             yield live
     else:
         yield PlainProgress(console, output, clock=clock)
+
+
+class JsonProgress:
+    def __init__(
+        self, stream: IO[str], then: Callable[[], Sequence[Step]], *, clock: Callable[[], float]
+    ) -> None:
+        self._stream, self._then, self._tally = stream, then, Tally(clock)
+
+    def __call__(self, event: Event) -> None:
+        self._tally.take(event)
+        # The first is for eyes; of an error there is an event of the command itself.
+        if isinstance(event, events.WorkerProgress | events.Ended):
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        is_end = isinstance(event, events.Published) and self._tally.is_last
+        more = ending(self._tally, self._then()) if is_end else {}
+        put_json(self._stream, {**event.to_json(), **more, "time": now})
 
 
 class _Progress:
@@ -64,11 +89,22 @@ class _Progress:
             # Of a GPU that fails and of storage that is away for a moment once: others meet the same.
             if about not in self._warned:
                 self._print(line, style="yellow")
+                self._tally.num_warnings += line.startswith("warning: ")
             self._warned |= {about} - {""}
+        if isinstance(event, events.Published) and self._tally.is_last and self._output:
+            self._print(f"done: {self._output}", style="bold green")
+            self._print_rows(summary_rows(self._tally, event))
 
     def _print(self, text: str, style: str = "") -> None:
         # A log keeps a sentence on one line; a terminal wraps it between words.
         self._console.print(Text(printable(text), style=style), soft_wrap=not self._console.is_terminal)
+
+    def _print_rows(self, rows: Iterator[tuple[str, str]]) -> None:
+        table = make_table(("", ""), ((f"  {name}", value) for name, value in rows))
+        self._console.print(table if self._console.is_terminal else lines_of(table), soft_wrap=True)
+
+
+_MOVES = events.SegmentDone | events.UnitDone | events.UnitProgress | events.WorkerProgress
 
 
 class PlainProgress(_Progress):
@@ -78,10 +114,8 @@ class PlainProgress(_Progress):
         self._tell(event)
         waited = self._clock() - self._shown_at
         is_further = waited >= _QUIET_SECONDS and tally.fraction >= self._shown_part + _QUIET_PART
-        is_time = isinstance(event, events.SegmentDone | events.UnitDone | events.UnitProgress) and (
-            is_further or waited >= _SILENT_SECONDS
-        )
-        if is_time:
+        is_time = isinstance(event, _MOVES) and (is_further or waited >= _SILENT_SECONDS)
+        if is_time and not _waiting(tally):
             self._console.print(f"{tally.fraction:.0%}: {summary(tally)}", soft_wrap=True)
         if is_time or isinstance(event, events.Started | events.StageStarted):
             self._shown_at, self._shown_part = self._clock(), tally.fraction
@@ -104,26 +138,32 @@ class LiveProgress(_Progress):
 
     def __call__(self, event: Event) -> None:
         self._tally.take(event)
-        if isinstance(event, events.Published) and self._tally.is_last:
+        if isinstance(event, events.Ended) or (isinstance(event, events.Published) and self._tally.is_last):
             self._live.stop()
+        elif not self._live.is_started:
+            self._live.start()
         self._tell(event)
 
     def refresh(self) -> None:
         self._live.refresh()
 
     def _view(self) -> RenderableType:
-        tally = self._tally
-        waiting = _waiting(tally)
+        waiting = _waiting(self._tally)
         if waiting:
             self._waiting.text = Text(printable(waiting))
             return self._waiting
-        bar = Table.grid(padding=(0, 1), expand=True)
-        bar.add_column(ratio=1)
-        bar.add_column(justify="right", no_wrap=True)
-        done = ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes)
-        bar.add_row(done, f"{tally.fraction:.0%}")
-        titles = [Text(printable(_title(each))) for each in (tally.step, tally.stage) if each is not None]
-        return Group(*titles, bar, Text(summary(tally)), _worker_table(tally))
+        return view(self._tally, self._console)
+
+
+def view(tally: Tally, console: Console) -> RenderableType:
+    """How far a run is, in as many columns and lines as the console has."""
+    bar = Table.grid(padding=(0, 1), expand=True)
+    bar.add_column(ratio=1)
+    bar.add_column(justify="right", no_wrap=True)
+    done = ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes)
+    bar.add_row(done, f"{tally.fraction:.0%}")
+    titles = [Text(printable(_title(each))) for each in (tally.step, tally.stage) if each is not None]
+    return Group(*titles, bar, Text(summary(tally)), *_worker_rows(tally, console))
 
 
 def summary(tally: Tally) -> str:
@@ -132,7 +172,7 @@ def summary(tally: Tally) -> str:
     waited = "" if tally.stage is None else f"{format_duration(tally.elapsed)} so far"
     parts = (
         f"{format_size(tally.done_bytes)} of {format_size(tally.total_bytes)}",
-        _rate(tally, tally.moved_bytes),
+        _per_second(tally.rate) if tally.rate else "",
         f"{format_duration(left)} left" if left is not None else waited,
         f"{tally.done_segments} of {counted(tally.total_segments, tally.part)}",
     )
@@ -152,13 +192,39 @@ def _waiting(tally: Tally) -> str:
     )
 
 
-def _worker_table(tally: Tally) -> Table:
-    rows = [
-        (name, counted(worker.segments, tally.part), _rate(tally, worker.nbytes))
-        for name, worker in tally.workers.items()
-        if not worker.is_lost
-    ]
-    return make_table(("", "", ""), rows, numbers=(1, 2))
+def _worker_rows(tally: Tally, console: Console) -> Iterator[RenderableType]:
+    """The workers that moved most, and the others in one line."""
+    workers = [(name, worker) for name, worker in tally.workers.items() if not worker.is_lost]
+    most = max(1, min(_MOST_ROWS, console.size.height - _OTHER_LINES))
+    busiest = {name for name, _ in sorted(workers, key=lambda each: -each[1].moved_bytes)[:most]}
+    shown = [each for each in workers if each[0] in busiest]
+    rows = [_worker_row(name, worker, tally, console.width) for name, worker in shown]
+    yield make_table([""] * len(rows[0]) if rows else (), rows, numbers=(len(rows[0]) - 1,) if rows else ())
+    others = [worker for name, worker in workers if name not in busiest]
+    if others:
+        rate = sum(tally.rate_of(worker) for worker in others)
+        yield Text(f"and {counted(len(others), 'other')}: {_per_second(rate)}")
+
+
+def _worker_row(name: str, worker: WorkerTally, tally: Tally, columns: int) -> tuple[str, ...]:
+    rate = _per_second(tally.rate_of(worker)) if worker.moved_bytes else ""
+    order = {activity: number for number, activity in enumerate(_ACTIVITIES)}
+    part = min(worker.parts, key=lambda each: order[each.activity], default=None)
+    if columns < _PLAIN_COLUMNS:
+        return name, rate
+    activity = "" if part is None else part.activity
+    share = f"{part.done_bytes / part.total_bytes:.0%}" if part is not None and part.total_bytes else ""
+    if columns < _TENSOR_COLUMNS:
+        return name, activity, share, rate
+    what = "" if part is None else part.tensor or f"{tally.part} {part.part}"
+    done = f"{worker.segments} done"
+    room = columns - len(name) - sum(map(len, ("computing", "100%", "9999 done", "999.99 MB/s"))) - 10
+    return name, f"{activity:9}", _tail(what, room).ljust(room), f"{share:>4}", f"{done:>9}", f"{rate:>11}"
+
+
+def _tail(name: str, room: int) -> str:
+    """The end of a name, which says most."""
+    return name if len(name) <= room else f"...{name[3 - room :]}"
 
 
 def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
@@ -168,7 +234,7 @@ def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
             if isinstance(event, events.StageStarted) and event.done_units:
                 yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
         case events.StageReport() if isinstance(tally.stage, events.StageStarted):
-            yield f"made in {format_duration(tally.elapsed)} with {_how(tally.stage)}"
+            yield f"made in {format_duration(tally.elapsed)} with {how(tally.stage)}"
         case events.Planned():
             peak = f"at most {format_size(event.projected_peak)} of memory a worker"
             yield f"planned: {event.tensors} tensors, {format_size(event.output_bytes)}; {peak}"
@@ -176,7 +242,7 @@ def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
         case events.Started():
             begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already,"
             why = f": {event.device_reason}" if event.device_reason else ""
-            yield f"{begun if event.done_segments else 'merging'} with {_how(event)}{why}"
+            yield f"{begun if event.done_segments else 'merging'} with {how(event)}{why}"
         case events.SegmentDone() if tally.done_segments >= tally.total_segments:
             yield from _merged(tally)
         case events.DuplicatesFound():
@@ -234,139 +300,17 @@ def _title(event: events.StepStarted | events.StepKept | events.StageStarted | e
 
 
 def _merged(tally: Tally) -> Iterator[str]:
-    yield f"merged: {format_size(tally.made_bytes)} read and written at {_rate(tally, tally.made_bytes)}"
-    # It is 0 where it was not measured.
-    if tally.peak_bytes and tally.plan is not None:
-        projected = format_size(tally.plan.projected_peak)
-        yield f"  peak: {format_size(tally.peak_bytes)} of {projected} a worker"
-    for name, worker in tally.workers.items():
-        made = f"{counted(worker.segments, 'segment')}, {format_size(worker.nbytes)}"
-        yield f"  {name}: {made}, {_rate(tally, worker.nbytes)}"
+    yield f"merged: {format_size(tally.made_bytes)} read and written at {_per_second(tally.speed)}"
+    made = sorted(worker.nbytes for worker in tally.workers.values() if not worker.is_lost)
+    if len(made) > 1:
+        yield f"  by {len(made)} workers: {format_size(made[0])} to {format_size(made[-1])} each"
 
 
-def _rate(tally: Tally, nbytes: int) -> str:
-    return f"{format_size(round(tally.speed(nbytes)))}/s"
+def _per_second(rate: float) -> str:
+    return f"{format_size(round(rate))}/s"
 
 
 def _published(event: events.Published, tally: Tally, output: str) -> Iterator[str]:
-    how = f" with {_how(tally.started)}" if tally.started is not None else ""
-    took = f"in {format_duration(event.seconds)}{how}"
     if not (tally.is_last and output):
-        yield f"made {took}"
-        return
-    yield from (f"done: {output}", f"  {took}")
-    if tally.plan is not None:
-        yield f"  digest {tally.plan.digest}"
-
-
-def _how(started: events.Started | events.StageStarted) -> str:
-    threads = started.threads if isinstance(started, events.Started) else 1
-    each = f" of {threads} threads" if threads > 1 else ""
-    return f"{counted(len(started.workers), 'worker')}{each} on {started.device}"
-
-
-@dataclass(slots=True)
-class WorkerTally:
-    segments: int = 0
-    nbytes: int = 0
-    is_lost: bool = False
-
-
-class Tally:
-    """Adds up events. Bytes of an earlier run count as done, but not for the speed.
-
-    Of several merges and stages it counts the running one. Units of a stage count as segments."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.step: events.StepStarted | events.StepKept | None = None
-        self.stage: events.StageStarted | events.StageKept | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._began: float | None = None
-        self.plan: events.Planned | None = None
-        self.started: events.Started | events.StageStarted | None = None
-        self.workers: dict[str, WorkerTally] = {}
-        self.total_bytes = self.total_segments = 0
-        self.done_segments = self.made_bytes = self.peak_bytes = 0
-        self._planned_bytes = self._begun_bytes = 0
-
-    def take(self, event: Event) -> None:
-        match event:
-            case events.StepStarted() | events.StepKept():
-                self._begin()
-                self.step, self.stage = event, None
-            case events.StageStarted() | events.StageKept():
-                self._begin()
-                self.stage = event
-                if isinstance(event, events.StageStarted):
-                    self.total_bytes, self.total_segments = event.total_bytes, event.units
-                    self._start(event, event.done_units)
-            case events.Planned():
-                if self.stage is not None:
-                    self._begin()
-                self.plan, self.stage = event, None
-                self.total_bytes, self.total_segments = event.total_bytes, event.segments
-            case events.Started():
-                self._start(event, event.done_segments)
-            case events.SegmentDone() | events.UnitDone():
-                self._add(event)
-            case events.UnitProgress():
-                self._begun_bytes = max(0, event.done_bytes - self._finished_bytes)
-            case events.WorkerLost():
-                self.workers.setdefault(event.worker, WorkerTally()).is_lost = True
-
-    def _start(self, event: events.Started | events.StageStarted, done: int) -> None:
-        self.started, self._began, self.done_segments = event, self._clock(), done
-        self.workers = {name: WorkerTally() for name in event.workers}
-
-    def _add(self, event: events.SegmentDone | events.UnitDone) -> None:
-        nbytes = event.read_bytes + event.written_bytes
-        worker = self.workers.setdefault(event.worker, WorkerTally())
-        worker.segments += 1
-        worker.nbytes += nbytes
-        self.done_segments += 1
-        self.made_bytes += nbytes
-        if isinstance(event, events.SegmentDone):
-            self.peak_bytes = max(self.peak_bytes, event.peak_bytes)
-        self._planned_bytes += event.planned_bytes
-        # What was begun of this unit is no more than all of it, so that the sum does not fall.
-        self._begun_bytes = max(0, self._begun_bytes - event.planned_bytes)
-
-    @property
-    def is_last(self) -> bool:
-        return self.step is None or self.step.number == self.step.total
-
-    @property
-    def part(self) -> str:
-        return "segment" if self.stage is None else "unit"
-
-    @property
-    def _finished_bytes(self) -> int:
-        return self._planned_bytes + (self.started.done_bytes if self.started is not None else 0)
-
-    @property
-    def done_bytes(self) -> int:
-        return self._finished_bytes + self._begun_bytes
-
-    @property
-    def moved_bytes(self) -> int:
-        return self.made_bytes + self._begun_bytes
-
-    @property
-    def fraction(self) -> float:
-        return self.done_bytes / self.total_bytes if self.total_bytes else 0.0
-
-    @property
-    def elapsed(self) -> float:
-        return self._clock() - self._began if self._began is not None else 0.0
-
-    def speed(self, nbytes: int) -> float:
-        """Bytes a second in this run, for ``nbytes`` that were made in it."""
-        return nbytes / self.elapsed if self.elapsed > 0 else 0.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        speed = self.speed(self._planned_bytes + self._begun_bytes)
-        return (self.total_bytes - self.done_bytes) / speed if speed > 0 else None
+        by = f" with {how(tally.started)}" if tally.started is not None else ""
+        yield f"made in {format_duration(event.seconds)}{by}"

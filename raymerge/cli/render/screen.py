@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+_UNLIMITED = 1 << 16
 
 
 class _Console(Console):
@@ -59,6 +62,14 @@ def show_table(
 ) -> None:
     console.print()
     console.print(make_table(titles, rows, numbers=numbers))
+
+
+def lines_of(renderable: RenderableType) -> str:
+    """Its lines as they are without a limit to their width."""
+    console = Console(width=_UNLIMITED, color_system=None, markup=False, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def put_json(stream: IO[str], value: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from raymerge.checkpoints.header import read_header
 from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, Problem, UserError
-from raymerge.events import OnEvent, SegmentDone, Started
+from raymerge.events import OnEvent, PartInHand, SegmentDone, Started
 from raymerge.execute.receipts import Receipt, op_digests
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.plan import Plan
@@ -218,6 +218,9 @@ class _ExamineRunner:
         found, read_bytes = self.examiner.examine(number)
         receipt = Receipt(number, read_bytes, 0, round(time.monotonic() - began, 6), self.name, {})
         return replace(receipt, report=found)
+
+    def in_hand(self) -> tuple[PartInHand, ...]:
+        return ()
 
     def abort(self) -> None:
         """Let the segments in hand fail at their next tensor or sample."""

@@ -34,6 +34,7 @@ from raymerge.execute.receipts import Receipt, op_digests
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
+from raymerge.planner.explain import tensors_by_use
 from raymerge.planner.inputs.sources import Source, holdings, reads_far
 from raymerge.publish.finish import (
     check_shards,
@@ -138,6 +139,7 @@ def do_parts(
 
 def planned(plan: Plan, peak: int, notes: Sequence[str] = ()) -> events.Planned:
     """The event that begins a run over a plan's segments; ``peak`` is bytes of memory of a worker."""
+    lead = plan.manifest["sources"][int(plan.manifest["donor"])]
     return events.Planned(
         digest=plan.digest,
         tensors=len(plan["tensors"]),
@@ -146,6 +148,8 @@ def planned(plan: Plan, peak: int, notes: Sequence[str] = ()) -> events.Planned:
         segments=len(plan["segments"]),
         projected_peak=peak,
         notes=tuple(notes),
+        made=tensors_by_use(plan),
+        lead="" if "made_by" in lead else str(lead["name"]),
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from raymerge.checkpoints.source import Holding
 from raymerge.device_numerics import Fallback, one_thread
 from raymerge.errors import IncompleteError, NonFiniteError
-from raymerge.events import DeviceFailed, OnEvent, StageStarted, UnitDone, UnitProgress
+from raymerge.events import DeviceFailed, OnEvent, PartInHand, StageStarted, UnitDone, UnitProgress
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
@@ -137,6 +137,8 @@ class UnitRunner:
         self._fallback = Fallback(device)
         self._name = name
         self._aborted = threading.Event()
+        self._costs = work.work.costs()
+        self._read_bytes: dict[int, int] = {}
         # The bytes of a result are those of one thread, wherever it is made.
         self._settings = ExitStack()
         self._settings.enter_context(one_thread())
@@ -148,20 +150,33 @@ class UnitRunner:
         budget = work.budget if budget is None else budget
         # Each thread of a worker that has several has a setting of its own.
         torch.set_num_threads(1)
-        with reporting_progress(work.staging, number, self._aborted) as tell:
-            do = partial(work.work.unit, number, staging=work.staging, budget=budget, tell=self._held(tell))
+        with self._telling(number) as tell:
+            do = partial(work.work.unit, number, staging=work.staging, budget=budget, tell=tell)
             (read, written), note = self._fallback.run(lambda device, note: (do(device=device), note))
         digests, seconds = digests_of(work.staging, work.work.files(number)), time.monotonic() - began
         return Receipt(number, read, written, round(seconds, 6), self._name, digests, note=note)
 
-    def _held(self, tell: Callable[[int], None]) -> Callable[[int], None]:
-        """``tell`` as long as the run goes on that the unit is for."""
+    @contextmanager
+    def _telling(self, number: int) -> Iterator[Callable[[int], None]]:
+        """What the unit calls with the bytes read so far, as long as the run goes on that it is for."""
 
         def told(nbytes: int) -> None:
             check_begun(self._work.staging.parent / RECORD, self._work.attempt_id)
+            self._read_bytes[number] = nbytes
             tell(nbytes)
 
-        return told
+        self._read_bytes[number] = 0
+        with reporting_progress(self._work.staging, number, self._aborted) as tell:
+            try:
+                yield told
+            finally:
+                del self._read_bytes[number]
+
+    def in_hand(self) -> tuple[PartInHand, ...]:
+        return tuple(
+            PartInHand(unit, "computing", "", min(nbytes, self._costs[unit]), self._costs[unit])
+            for unit, nbytes in tuple(self._read_bytes.items())
+        )
 
     def abort(self) -> None:
         """Let the unit in hand fail at its next progress; its files are not used."""

@@ -10,7 +10,7 @@ from heapq import merge
 from typing import Any, TypeAlias
 
 from raymerge.errors import IncompleteError, TransientError, first_line, is_memory_error
-from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
+from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost, WorkerProgress
 from raymerge.execute.receipts import Receipt
 from raymerge.runtime.workers import pool
 from raymerge.runtime.workers.placement import Placement
@@ -69,7 +69,9 @@ class PartQueue:
 
 
 _ASK_SECONDS = 5.0
-"""How often a worker is asked for its heartbeat, unless patience is short."""
+"""How seldom a worker is asked for its heartbeat at most."""
+_ANSWERS_A_SECOND = 20
+"""Of all workers: a few are asked every second, so that one can watch them."""
 _LOOK_SECONDS = 5.0
 """The most that counts between two looks at the workers: a driver that was paused itself blames nobody."""
 _IDLE_SECONDS = 15.0
@@ -186,9 +188,10 @@ class Dispatcher:
         return number
 
     def _ask_heartbeats(self) -> None:
-        now = time.monotonic()
+        now, usual = time.monotonic(), max(1.0, len(self._group.actors) / _ANSWERS_A_SECOND)
+        pause = min(usual, _ASK_SECONDS, self._patience / 4)
         for actor in self._group.actors:
-            is_due = now - actor.asked_at >= min(_ASK_SECONDS, self._patience / 4)
+            is_due = now - actor.asked_at >= pause
             if actor.flight and actor.heartbeat_ref is None and is_due:
                 actor.heartbeat_ref, actor.asked_at = actor.handle.heartbeat.remote(), now
 
@@ -211,9 +214,11 @@ class Dispatcher:
             return None
         if ref == actor.heartbeat_ref:
             actor.heartbeat_ref = None
-            if answer != actor.heartbeat:
-                actor.heartbeat = answer
+            seconds, parts = answer
+            if seconds != actor.heartbeat:
+                actor.heartbeat = seconds
                 actor.moved()
+            self._on_event(WorkerProgress(actor.name, parts))
             return None
         actor.moved()
         if ref == actor.opening:

@@ -18,7 +18,7 @@ import torch
 
 from raymerge import device_numerics
 from raymerge.errors import IncompleteError, first_line, is_memory_error
-from raymerge.events import MemoryShort, OnEvent
+from raymerge.events import MemoryShort, OnEvent, PartInHand, WorkerProgress
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import Device, RunOptions
@@ -41,6 +41,9 @@ class Runner(Protocol):
     def run(self, number: int, budget: int | None = None) -> Receipt:
         """Do one part; what it made is durable on return. ``budget`` is bytes of memory from
         ``Work.lessened``, for a part that is in hand alone; None for what the work says."""
+
+    def in_hand(self) -> tuple[PartInHand, ...]:
+        """What it does at the moment; called from a thread of its own, often."""
 
     def abort(self) -> None: ...
 
@@ -309,6 +312,7 @@ class _PartThreads:
         self._free_slots = threading.Semaphore(work.slots)
         self._made: SimpleQueue[_Made] = SimpleQueue()
         self._short: list[_Short] = []
+        self._told_at = time.monotonic()
 
     def receipts(self, threads: ThreadPoolExecutor) -> Generator[Receipts, None, None]:
         """Receipts until all threads have ended; raises what one of them failed with."""
@@ -344,6 +348,9 @@ class _PartThreads:
             for thread in ended:
                 thread.result()
             left -= len(ended)
+            if left and time.monotonic() - self._told_at >= TICK_SECONDS:
+                self._told_at = time.monotonic()
+                self._on_event(WorkerProgress(_NAME, self._runner.in_hand()))
 
     def _take_parts(self) -> None:
         while True:

@@ -19,6 +19,7 @@ from raymerge.runtime.workers.importing import heavy_imports
 if TYPE_CHECKING:
     import torch
 
+    from raymerge.events import PartInHand
     from raymerge.runtime.workers.pool import Runner, Work
 
 
@@ -107,6 +108,6 @@ class MergeWorker:
         with self._heartbeat.beating():
             return self._runner.run(number, budget).to_json()
 
-    def heartbeat(self) -> float:
-        """Grows as long as any part in hand makes progress."""
-        return self._heartbeat.seconds
+    def heartbeat(self) -> tuple[float, tuple[PartInHand, ...]]:
+        """A number that grows as long as any part in hand makes progress, and what is done at the moment."""
+        return self._heartbeat.seconds, () if self._runner is None else self._runner.in_hand()
