@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from raymerge.cli import completion
 from raymerge.cli.messages import command
 from raymerge.cli.render.screen import own_stdout
 from raymerge.cli.runs import sent_place
@@ -32,10 +33,18 @@ def make_cluster_app() -> typer.Typer:
 
 @command
 def render(
-    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="Where and how to run, as YAML.")],
+    profile: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROFILE", help="Where and how to run, as YAML.", autocompletion=completion.recipes
+        ),
+    ],
     *,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="RECIPE", help="What the run merges.")
+        str | None,
+        typer.Option(
+            "--recipe", metavar="RECIPE", help="What the run merges.", autocompletion=completion.recipes
+        ),
     ] = None,
     kind: Annotated[Kind | None, typer.Option("--kind", help=_KIND_HELP)] = None,
     directory: Annotated[

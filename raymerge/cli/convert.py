@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from raymerge.cli import completion
 from raymerge.cli import options as shared
 from raymerge.cli.messages import command
 from raymerge.cli.render.screen import make_console, own_stdout
@@ -28,7 +29,10 @@ def convert(
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="OUT", help="Directory of the new checkpoint.")
     ],
-    to: Annotated[list[str], typer.Option("--to", metavar="[SELECTOR:]FORMAT", help=_TO_HELP)],
+    to: Annotated[
+        list[str],
+        typer.Option("--to", metavar="[SELECTOR:]FORMAT", help=_TO_HELP, autocompletion=completion.formats),
+    ],
     workers: shared.Workers = None,
     threads: shared.Threads = None,
     memory: shared.Memory = None,

@@ -38,8 +38,7 @@ def diff(
     profile: ProfileFile = None,
     as_json: AllAsJson = False,
 ) -> int:
-    """Compare two checkpoints, whatever files and layouts they lie in; the exit code is 0 if they are equal,
-    else 2."""
+    """Compare two checkpoints, in whatever files and layouts; the exit code is 0 where they are equal."""
     with heavy_imports():
         from raymerge.api import diff
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 
 from raymerge.cli.adapters import extract_lora
 from raymerge.cli.cluster import make_cluster_app
+from raymerge.cli.completion import completion, prepare
 from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
 from raymerge.cli.doctor import doctor
@@ -34,6 +36,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A file name or a terminal of another encoding must not stop a merge.
             stream.reconfigure(errors="replace")
+    prepare(os.environ)
     # Verbs exit by themselves; what returns is the help or the version.
     raise SystemExit(guarded(lambda: make_app()(prog_name="raymerge") or 0))
 
@@ -63,6 +66,7 @@ def make_app() -> typer.Typer:
         inspect,
         methods,
         extract_lora,
+        completion,
     ):
         app.command(cls=command_class(verb.__name__))(verb)
     app.add_typer(make_cluster_app(), name="cluster")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from raymerge.cli import completion
 from raymerge.cli.messages import command
 from raymerge.cli.render.screen import heading, make_console, make_table
 from raymerge.errors import OptionError, Problem
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 @command
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this one.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Explain this one.", autocompletion=completion.methods),
+    ] = None,
 ) -> int:
     """List the merge methods, or explain one."""
     with heavy_imports():

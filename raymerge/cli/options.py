@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from raymerge.cli import completion
 from raymerge.errors import OptionError, Problem, ProfileError
 from raymerge.options import USUAL_PATIENCE, Device, RunOptions
 from raymerge.storage.addresses import check_alone, with_options
@@ -18,9 +19,15 @@ if TYPE_CHECKING:
 
 # Brackets would be taken for markup.
 MODEL_HELP = "Directory of a checkpoint, or a Hub name: org/name or org/name@revision."
-RecipeFile: TypeAlias = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.")]
+RecipeFile: TypeAlias = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.", autocompletion=completion.recipes),
+]
 ProfileFile: TypeAlias = Annotated[
-    str | None, typer.Option("--profile", metavar="FILE", help="Where and how to run, as YAML.")
+    str | None,
+    typer.Option(
+        "--profile", metavar="FILE", help="Where and how to run, as YAML.", autocompletion=completion.recipes
+    ),
 ]
 Workers: TypeAlias = Annotated[
     int | None,
@@ -60,7 +67,10 @@ DryRun: TypeAlias = Annotated[
 EventsAsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")]
 AllAsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give everything as JSON.")]
 TargetChoice: TypeAlias = Annotated[
-    str | None, typer.Option("--target", metavar="T", help="local, cluster, job or kubernetes.")
+    str | None,
+    typer.Option(
+        "--target", metavar="T", help="local, cluster, job or kubernetes.", autocompletion=completion.targets
+    ),
 ]
 
 

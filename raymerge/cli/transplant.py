@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from raymerge.cli import completion
 from raymerge.cli import options as shared
 from raymerge.cli.messages import command
 from raymerge.cli.render.screen import make_console, own_stdout
@@ -33,7 +34,12 @@ def transplant(
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="OUT", help="Directory of the new checkpoint.")
     ],
-    approximation: Annotated[str, typer.Option(metavar="HOW", help=_HOW_HELP)] = "omp",
+    approximation: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW", help=_HOW_HELP, autocompletion=completion.one_of("omp", "subword", "mean")
+        ),
+    ] = "omp",
     k: Annotated[int | None, typer.Option("--k", metavar="N", help=_K_HELP)] = None,
     pad_to_multiple_of: Annotated[int | None, typer.Option(metavar="N", help=_PAD_HELP)] = None,
     workers: shared.Workers = None,
