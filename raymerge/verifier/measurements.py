@@ -7,7 +7,7 @@ Of one logical tensor (one projection of one expert) d_k is what parent k adds t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -102,6 +102,13 @@ class Measurements:
     def where(self, chosen: NDArray[np.bool_]) -> Measurements:
         labels = tuple(label for label, is_chosen in zip(self.labels, chosen, strict=True) if is_chosen)
         return Measurements(labels, **{name: getattr(self, name)[chosen] for name in ARRAYS})
+
+    def matching(self, test: Callable[[Label], bool]) -> Measurements:
+        return self.where(np.array([test(label) for label in self.labels], dtype=bool))
+
+    def finite(self) -> Measurements:
+        """Without the rows of tensors that hold NaN or infinity."""
+        return self.where(np.asarray(np.isfinite(self.gram).all((1, 2))))
 
     @property
     def relative_change(self) -> Floats:

@@ -6,30 +6,38 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from raymerge.verifier.measurements import Report
+from raymerge.verifier.observations.correspondence import is_matrix
 from raymerge.verifier.observations.faults import FAULTS, far_off
 from raymerge.verifier.observations.notes import NOTES, usual
-from raymerge.verifier.observations.scene import Observation, Scene, make_scene, short_names
+from raymerge.verifier.observations.scene import (
+    Observation,
+    Scene,
+    changes_of,
+    make_scene,
+    range_text,
+    short_names,
+)
 
-__all__ = ["Observation", "observations", "short_names"]
+__all__ = ["Observation", "changes_of", "is_matrix", "observations", "range_text", "short_names"]
 
 
 def observations(report: Report) -> tuple[Observation, ...]:
     """The most important first; where nothing is unusual, one sentence that says so."""
     scene = make_scene(report)
-    found = [each for rule in FAULTS for each in rule(scene)]
-    found += [*far_off(scene, found), *(each for rule in NOTES for each in rule(scene))]
-    found = [each for each in found if not (each.kind == "layer_stands_out" and _is_explained(each, found))]
-    if not [each for each in found if each.kind != "no_base"]:
-        found.insert(0, usual(scene))
-    found.sort(key=lambda each: each.severity != "problem")
-    return tuple(_numbered_once(found, scene))
+    faults = [each for rule in FAULTS for each in rule(scene)]
+    faults = [each for each in faults if not _is_explained(each, faults)]
+    faults += far_off(scene, faults)
+    sound = replace(scene, faulty=frozenset(k for each in faults for k in each.parents))
+    notes = [each for rule in NOTES for each in rule(sound)]
+    if not faults and not [each for each in notes if each.kind != "no_base"]:
+        notes.insert(0, usual(scene))
+    return tuple(_numbered_once([*faults, *notes], scene))
 
 
-def _is_explained(layer: Observation, found: Sequence[Observation]) -> bool:
-    problems = [
-        each for each in found if each.severity == "problem" and set(each.parents) & set(layer.parents)
-    ]
-    return any(set(layer.layers) <= set(each.layers) for each in problems)
+def _is_explained(fault: Observation, faults: Sequence[Observation]) -> bool:
+    """Whether a role is unlike the base's because layers or experts have moved."""
+    kinds = {each.kind for each in faults if set(each.parents) & set(fault.parents)}
+    return fault.kind == "role_unlike" and bool(kinds & {"layers_moved", "experts_permuted"})
 
 
 def _numbered_once(found: Iterable[Observation], scene: Scene) -> Iterator[Observation]:

@@ -53,24 +53,32 @@ def related(measured: Measurements) -> Mapping[str, Floats]:
 
 def moved_layers(measured: Measurements, model: int, reference: int) -> Mapping[str, Moved]:
     """By stack; experts, which may be in another order, are not looked at."""
+    models = (model, reference)
     rows = _rows_by(
         measured, lambda each: each.stack if each.layer >= 0 > each.expert and is_matrix(each) else None
     )
-    found = {
-        stack: _moved(measured, indices, lambda each: each.layer, (model, reference))
-        for stack, indices in rows.items()
-    }
+    doubtful = _doubtful(measured, rows, models)
+    found = {stack: _moved(measured, rows[stack], lambda each: each.layer, models) for stack in doubtful}
     return {stack: moved for stack, moved in found.items() if moved}
 
 
 def moved_experts(measured: Measurements, model: int, reference: int) -> Mapping[int, Moved]:
     """By layer."""
+    models = (model, reference)
     rows = _rows_by(measured, lambda each: (each.stack, each.layer) if each.expert >= 0 else None)
-    found = {
-        layer: _moved(measured, indices, lambda each: each.expert, (model, reference))
-        for (_, layer), indices in rows.items()
-    }
+    doubtful = _doubtful(measured, rows, models)
+    found = {place[1]: _moved(measured, rows[place], lambda each: each.expert, models) for place in doubtful}
     return {layer: moved for layer, moved in found.items() if moved and _is_one_to_one(moved)}
+
+
+def _doubtful(
+    measured: Measurements, rows: Mapping[_Place, list[int]], models: tuple[int, int]
+) -> list[_Place]:
+    """Where not all tensors are alike. It is a quick look, so that sound models take no time."""
+    first, second = (measured.sketches[:, model] for model in models)
+    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    is_like = np.einsum("nc,nc->n", first, second) >= _LOST * norms
+    return [place for place, indices in rows.items() if not is_like[indices].all()]
 
 
 def moved_rows(own: Iterable[float], nearest: Iterable[int], cosines: Iterable[float]) -> Moved:

@@ -146,18 +146,18 @@ _UNLIKE_EXPERTS = "Trained apart, or neurons in another order: see docs/how-to/a
 
 def _unlike_roles(scene: Scene) -> Iterator[Observation]:
     """Parents whose tensors of one role have nothing to do with the base's, while others have."""
-    moved = set(scene.moved) | {k for each in _permuted_experts(scene) for k in each.parents}
     by_role = scene.matrices.grouped("role")
-    changes = dict(zip([each.role for each in by_role.labels], changes_of(by_role, scene), strict=True))
-    for role, kinship in scene.roles.items():
-        for k in [each for each in scene.others if each not in moved]:
-            cosine = kinship[k, scene.reference]
-            if cosine < UNRELATED and changes[role][k] > FAR:
-                what = f"of role {role} in {scene.parent(k)} have nothing in common with those of"
+    changes = changes_of(by_role, has_base=scene.has_base)
+    for label, change in zip(by_role.labels, changes, strict=True):
+        for k in scene.others if label.role in scene.roles else []:
+            cosine = scene.roles[label.role][k, scene.reference]
+            if cosine < UNRELATED and change[k] > FAR:
+                what = f"of role {label.role} in {scene.parent(k)} have nothing in common with those of"
                 yield problem(
                     "role_unlike",
                     sentence=f"the tensors {what} {scene.reference_name}: their cosine is {cosine:.2f}.",
-                    remedy=_UNLIKE_EXPERTS if role == Role.EXPERT else _UNLIKE, roles=(role,), parents=(k,),
+                    remedy=_UNLIKE_EXPERTS if label.role == Role.EXPERT else _UNLIKE,
+                    roles=(label.role,), parents=(k,),
                 )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ _OTHER_VOCABULARY = (
 def far_off(scene: Scene, found: Sequence[Observation]) -> Iterator[Observation]:
     """Layers and tensors far off from their like where no other sentence says why: damaged files."""
     measured = scene.measured
-    changes = changes_of(measured, scene)
+    changes = changes_of(measured, has_base=scene.has_base)
     like = np.unique([f"{each.stack} {kind_of(each)}" for each in measured.labels], return_inverse=True)[1]
     is_weight = np.array([not each.part.endswith("bias") for each in measured.labels], dtype=bool)
     is_zero = (measured.present > 0) & ~measured.sketches[:, : len(scene.names)].any(-1)
@@ -192,23 +192,26 @@ def far_off(scene: Scene, found: Sequence[Observation]) -> Iterator[Observation]
 def _damaged_layers(
     scene: Scene, suspects: tuple[tuple[int, ...], str], far: NDArray[np.bool_], usual: float
 ) -> Iterator[Observation]:
-    """A sentence for each layer that is far off, and one for all other tensors."""
+    """A sentence for layers that are far off as a whole, and one for all other tensors."""
     parents, whom = suspects
     labels = scene.measured.labels
-    changes = changes_of(scene.measured, scene)[:, parents[-1]]
-    rest = far.copy()
-    for place in dict.fromkeys((labels[row].stack, labels[row].layer) for row in np.flatnonzero(far)):
-        rows = np.array([(each.stack, each.layer) == place for each in labels], dtype=bool)
-        matrices = rows & np.array([is_matrix(each) for each in labels], dtype=bool)
-        if place[1] >= 0 and matrices.any() and far[matrices].mean() > MOST:
-            rest &= ~rows
-            figures = (
-                f"{measure_word(scene)} {range_text(changes[matrices & far])}, elsewhere about {usual:.2g}"
-            )
-            yield problem(
-                "layer_far", sentence=f"layer {place[1]} of {whom} is far off: {figures}.",
-                remedy=_DAMAGED, layers=(place[1],), parents=parents,
-            )  # fmt: skip
+    changes = changes_of(scene.measured, has_base=scene.has_base)[:, parents[-1]]
+    places = [(each.stack, each.layer) for each in labels]
+    matrices = np.array([is_matrix(each) and each.layer >= 0 for each in labels], dtype=bool)
+    whole = np.zeros(len(labels), dtype=bool)
+    for place in dict.fromkeys(places[row] for row in np.flatnonzero(far & matrices)):
+        rows = np.array([each == place for each in places], dtype=bool)
+        whole |= rows & bool(far[rows & matrices].mean() > MOST)
+    if whole.any():
+        layers = tensors_of(scene.measured, whole)[1]
+        verb = "is" if len(layers) == 1 else "are"
+        yield problem(
+            "layer_far",
+            sentence=f"{layers_text(layers)} of {whom} {verb} far off: {measure_word(scene)} "
+            f"{range_text(changes[whole & far & matrices])}, elsewhere about {usual:.2g}.",
+            remedy=_DAMAGED, layers=layers, parents=parents,
+        )  # fmt: skip
+    rest = far & ~whole
     figures = f"{measure_word(scene)} {range_text(changes[rest])}, elsewhere about {usual:.2g}"
     yield from _damaged(scene, rest, parents, f"of {whom} {_are(rest)} far off, {figures}")
 

@@ -64,6 +64,8 @@ class Scene:
     """Parents that are the base."""
     strangers: frozenset[int]
     """Parents that do not come from the base, or from the first parent where there is none."""
+    faulty: frozenset[int] = frozenset()
+    """Parents of which a problem is known: other numbers of theirs are not worth a note."""
     moved: Mapping[int, Mapping[str, Moved]] = field(default_factory=dict)
     """Layers in other places, by parent and stack."""
 
@@ -83,7 +85,7 @@ class Scene:
     @property
     def tuned(self) -> list[int]:
         """Parents that were trained from the base, the first one where there is none among them."""
-        return [k for k in range(len(self.names)) if k not in self.silent | self.strangers]
+        return [k for k in range(len(self.names)) if k not in self.silent | self.strangers | self.faulty]
 
     @property
     def others(self) -> list[int]:
@@ -98,9 +100,8 @@ class Scene:
 
 
 def make_scene(report: Report) -> Scene:
-    everything = report.measurements
-    measured = everything.where(np.array(np.isfinite(everything.gram).all((1, 2))))
-    matrices = measured.where(np.array([is_matrix(each) for each in measured.labels], dtype=bool))
+    measured = report.measurements.finite()
+    matrices = measured.matching(is_matrix)
     whole = (matrices if len(matrices) else measured).grouped()
     count = len(report.parents)
     changed = np.einsum("njj->nj", measured.gram).sum(0)
@@ -134,9 +135,9 @@ def _short(path: Sequence[str], others: Sequence[Sequence[str]]) -> str:
     return path[-1]
 
 
-def changes_of(measured: Measurements, scene: Scene) -> Floats:
+def changes_of(measured: Measurements, *, has_base: bool) -> Floats:
     """Relative change, or without a base the distance to the nearest other parent in norms: ``[n, P]``."""
-    if scene.has_base:
+    if has_base:
         return measured.relative_change
     squares = np.einsum("njj->nj", measured.gram)
     distances = squares[:, :, None] + squares[:, None, :] - 2 * measured.gram
