@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raymerge.api import transplantation as transplantation
     from raymerge.api import verify as verify
     from raymerge.api import verify_load as verify_load
+    from raymerge.cli.render.notebook import progress as progress
 
 __all__ = [
     "AuditOptions",
@@ -42,6 +43,7 @@ __all__ = [
     "merge_adapters",
     "plan",
     "plan_all",
+    "progress",
     "replay",
     "report",
     "report_difference",
@@ -57,6 +59,10 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'raymerge' has no attribute '{name}'")
+    if name == "progress":
+        from raymerge.cli.render import notebook
+
+        return notebook.progress
     from raymerge import api
 
     return getattr(api, name)

@@ -73,7 +73,7 @@ class JsonProgress:
         put_json(self._stream, {**event.to_json(), **more, "time": now})
 
 
-class _Progress:
+class Progress:
     """Tells in lines what happened; its subclasses also how far it is."""
 
     def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,7 +83,7 @@ class _Progress:
         self._shown_at, self._shown_part = clock(), 0.0
 
     def _tell(self, event: Event) -> None:
-        for line in _lines(event, self._tally, self._output):
+        for line in _lines(event, self._tally):
             self._print(line)
         for about, line in _warnings(event, self._tally.part):
             # Of a GPU that fails and of storage that is away for a moment once: others meet the same.
@@ -91,23 +91,26 @@ class _Progress:
                 self._print(line, style="yellow")
                 self._tally.num_warnings += line.startswith("warning: ")
             self._warned |= {about} - {""}
-        if isinstance(event, events.Published) and self._tally.is_last and self._output:
-            self._print(f"done: {self._output}", style="bold green")
+        if isinstance(event, events.Published) and self._tally.is_last:
+            self._print(f"done: {self._output or event.path}", style="bold green")
             self._print_rows(summary_rows(self._tally, event))
 
     def _print(self, text: str, style: str = "") -> None:
-        # A log keeps a sentence on one line; a terminal wraps it between words.
-        self._console.print(Text(printable(text), style=style), soft_wrap=not self._console.is_terminal)
+        self._keep(Text(printable(text), style=style))
 
     def _print_rows(self, rows: Iterator[tuple[str, str]]) -> None:
         table = make_table(("", ""), ((f"  {name}", value) for name, value in rows))
-        self._console.print(table if self._console.is_terminal else lines_of(table), soft_wrap=True)
+        self._keep(table if self._console.is_terminal else lines_of(table))
+
+    def _keep(self, renderable: RenderableType) -> None:
+        # A log keeps a sentence on one line; a terminal wraps it between words.
+        self._console.print(renderable, soft_wrap=not self._console.is_terminal)
 
 
 _MOVES = events.SegmentDone | events.UnitDone | events.UnitProgress | events.WorkerProgress
 
 
-class PlainProgress(_Progress):
+class PlainProgress(Progress):
     def __call__(self, event: Event) -> None:
         tally = self._tally
         tally.take(event)
@@ -115,13 +118,13 @@ class PlainProgress(_Progress):
         waited = self._clock() - self._shown_at
         is_further = waited >= _QUIET_SECONDS and tally.fraction >= self._shown_part + _QUIET_PART
         is_time = isinstance(event, _MOVES) and (is_further or waited >= _SILENT_SECONDS)
-        if is_time and not _waiting(tally):
+        if is_time and not waiting(tally):
             self._console.print(f"{tally.fraction:.0%}: {summary(tally)}", soft_wrap=True)
         if is_time or isinstance(event, events.Started | events.StageStarted):
             self._shown_at, self._shown_part = self._clock(), tally.fraction
 
 
-class LiveProgress(_Progress):
+class LiveProgress(Progress):
     def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, output, clock=clock)
         self._waiting = Spinner("dots", "Planning and starting the workers")
@@ -144,13 +147,17 @@ class LiveProgress(_Progress):
             self._live.start()
         self._tell(event)
 
+    @property
+    def is_live(self) -> bool:
+        return self._live.is_started
+
     def refresh(self) -> None:
         self._live.refresh()
 
     def _view(self) -> RenderableType:
-        waiting = _waiting(self._tally)
-        if waiting:
-            self._waiting.text = Text(printable(waiting))
+        now = waiting(self._tally)
+        if now:
+            self._waiting.text = Text(printable(now))
             return self._waiting
         return view(self._tally, self._console)
 
@@ -179,7 +186,7 @@ def summary(tally: Tally) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _waiting(tally: Tally) -> str:
+def waiting(tally: Tally) -> str:
     """What runs while no segment or unit does; "" while one is in hand."""
     if isinstance(tally.stage, events.StageKept):
         return "Starting"
@@ -227,7 +234,7 @@ def _tail(name: str, room: int) -> str:
     return name if len(name) <= room else f"...{name[3 - room :]}"
 
 
-def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
+def _lines(event: Event, tally: Tally) -> Iterator[str]:
     match event:
         case events.StepStarted() | events.StepKept() | events.StageStarted() | events.StageKept():
             yield _title(event)
@@ -256,7 +263,7 @@ def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
         case events.Verified():
             yield f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned"
         case events.Published():
-            yield from _published(event, tally, output)
+            yield from _published(event, tally)
 
 
 def _warnings(event: Event, part: str) -> Iterator[tuple[str, str]]:
@@ -310,7 +317,7 @@ def _per_second(rate: float) -> str:
     return f"{format_size(round(rate))}/s"
 
 
-def _published(event: events.Published, tally: Tally, output: str) -> Iterator[str]:
-    if not (tally.is_last and output):
+def _published(event: events.Published, tally: Tally) -> Iterator[str]:
+    if not tally.is_last:
         by = f" with {how(tally.started)}" if tally.started is not None else ""
         yield f"made in {format_duration(event.seconds)}{by}"

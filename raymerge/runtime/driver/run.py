@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -190,11 +190,11 @@ class RunResult:
     output: Path | str
     digest: str
     verdict: Verdict
-    receipts: tuple[Receipt, ...]
+    receipts: tuple[Receipt, ...] = field(repr=False)
     """Those of earlier runs included."""
     seconds: float
-    duplicates: FoundDuplicates
-    encoding_errors: EncodingErrors
+    duplicates: FoundDuplicates = field(repr=False)
+    encoding_errors: EncodingErrors = field(repr=False)
     """Those of earlier runs included."""
 
 
