@@ -18,6 +18,7 @@ GOLDEN ?=
 MUTATIONS ?=
 FUZZ ?= --seconds 180
 CHAOS ?=
+PEER ?= build/bench/peer
 
 # Hundreds of processes of the tests import the package: its sources are compiled once.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # installed.
 pip_install = $(PIP) install -qq --no-compile -c constraints.txt $(1)
 
-.PHONY: help quickstart test test-all services check format docs conformance gates bench gpu trace mutations golden chaos fuzz
+.PHONY: help quickstart test test-all services check format docs conformance gates bench gpu trace mutations golden chaos fuzz peer
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
@@ -37,6 +38,7 @@ help:
 	@echo "make format       rewrite the files as make check wants them"
 	@echo "make docs         build the documentation as a site in build/site and check its links"
 	@echo "make conformance  print how merges compare with those of a conformance pack: PACK=$(PACK)"
+	@echo "make peer         check what is said of mergekit, in an environment that has it: PEER=$(PEER)"
 	@echo "make gates        print how mixtures with each kind of router behave: BEHAVIOUR=$(BEHAVIOUR)"
 	@echo "make bench        measure speed and memory against the storage and mergekit, 25 minutes: BENCH=--help"
 	@echo "make gpu          run the tests that need a GPU, and compare merges on it with the processor's: GPU=--help"
@@ -77,6 +79,9 @@ docs: $(VENV)/.installed
 
 conformance: $(VENV)/.installed-dev
 	@$(BIN)/python tests/conformance_table.py $(PACK)
+
+peer: $(VENV)/.installed-dev
+	@$(BIN)/python tests/peer_table.py $(PEER)
 
 gates: $(VENV)/.installed-dev
 	@$(BIN)/python tests/gate_table.py $(BEHAVIOUR)
