@@ -29,8 +29,7 @@ from kits.measured_reports import (
 )
 from kits.tiny_parents import dense, mean, tuned
 
-from raymerge.cli.render.report_page import report_page
-from raymerge.cli.render.report_summary import show_report
+from raymerge.cli.render.report_page import report_page, show_report
 from raymerge.cli.render.screen import make_console
 from raymerge.verifier.measurements import Report
 from raymerge.verifier.observations import observations
@@ -68,7 +67,7 @@ class Outline(HTMLParser):
 
 
 def make_page(report: Report) -> str:
-    return report_page(report, observations(report))
+    return report_page(report, observations(report), numbers="report.parquet")
 
 
 def first_screen(page: str) -> str:
@@ -181,7 +180,7 @@ def test_a_summary_fits_a_terminal(report: Report) -> None:
     stream = StringIO()
     console = make_console(stream)
     console.width = 80
-    show_report(console, report, observations(report), "merged/report.html")
+    show_report(console, report, observations(report), Path("merged/report.html"))
     text = stream.getvalue()
     assert "Nothing unusual" in text
     assert text.endswith("the page: merged/report.html\n")

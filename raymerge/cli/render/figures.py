@@ -69,12 +69,12 @@ def number(value: float) -> str:
 def legend(scale: Scale, name: str) -> Markup:
     letter, bounds, wide = "d" if scale.is_diverging else "s", scale.bounds(), 34
     boxes = [
-        Markup('<path class="{}{}" d="M{} 0h{}v10h-{}z"/>').format(letter, i, 16 + i * wide, wide, wide)
+        Markup('<path class="{}{}" d="M{} 0h{}v10h-{}z"/>').format(letter, i, 24 + i * wide, wide, wide)
         for i in range(STEPS)
     ]
-    marks = [_text(16 + i * wide, 24, f"{bounds[i]:.2g}", "middle") for i in range(0, STEPS + 1, 3)]
+    marks = [_text(24 + i * wide, 24, f"{bounds[i]:.2g}", "middle") for i in range(0, STEPS + 1, 3)]
     words = f"Colours: {name} from {bounds[0]:.2g} to {bounds[-1]:.2g}"
-    return Markup('<svg class="legend" role="img" aria-label="{}" viewBox="0 0 340 28">{}</svg>').format(
+    return Markup('<svg class="legend" role="img" aria-label="{}" viewBox="0 0 352 28">{}</svg>').format(
         words, Markup("").join([*boxes, *marks])
     )
 
@@ -96,7 +96,11 @@ def heat_map(
     bottom = len(rows) * _ROW + 14
     ticks = _ticks(columns, lambda x: _LEFT + (x + 0.5) * width, bottom, spacing=width)
     fact = f"{title}. {_extremes(values, rows, [f'layer {each}' for each in columns])}"
-    return _svg(bottom + 6, fact, [*cells, *names, *ticks, _text(_LEFT - 8, bottom, "layer", "end")])
+    return _svg(
+        (_LEFT + len(columns) * width + 4, bottom + 6),
+        fact,
+        [*cells, *names, *ticks, _text(_LEFT - 8, bottom, "layer", "end")],
+    )
 
 
 def image(values: Floats, rows: Sequence[int], scale: Scale, *, title: str, num_columns: int) -> Markup:
@@ -132,7 +136,7 @@ def image(values: Floats, rows: Sequence[int], scale: Scale, *, title: str, num_
                    spacing=(_WIDTH - _LEFT) / num_columns)  # fmt: skip
     note = _text(_LEFT - 8, bottom + 14, "layer / expert", "end")
     fact = f"{title}. {_extremes(values, [f'layer {each}' for each in rows], None)}"
-    return _svg(bottom + 20, fact, [body, *names, *ticks, note])
+    return _svg((_WIDTH, bottom + 20), fact, [body, *names, *ticks, note])
 
 
 def _row_fact(row: Floats, num_columns: int) -> str:
@@ -187,7 +191,7 @@ def lines(series: Sequence[Line], layers: Sequence[int], *, title: str, is_log: 
     body.append(_text(_LEFT - 48, top + height + 20, "layer", "end"))
     fact = _extremes(np.array([each.values for each in series]), [each.name for each in series],
                      [f"layer {each}" for each in layers])  # fmt: skip
-    return _svg(top + height + 30, f"{title}. {fact}", body)
+    return _svg((_WIDTH, top + height + 30), f"{title}. {fact}", body)
 
 
 def _one_line(
@@ -209,6 +213,12 @@ def _one_line(
         )
 
 
+_MARKS: tuple[tuple[float, tuple[float, ...]], ...] = (
+    (4, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)), (50, (1, 2, 5)), (1e4, (1, 3)), (math.inf, (1,)),
+)  # fmt: skip
+"""Marks of a decade, for axes from some number to less than so many times it."""
+
+
 def _axis(values: Floats, *, is_log: bool) -> tuple[float, float, list[float]]:
     """Bounds and marks of an axis."""
     known = values[np.isfinite(values) & (values > 0 if is_log else True)]
@@ -217,7 +227,7 @@ def _axis(values: Floats, *, is_log: bool) -> tuple[float, float, list[float]]:
     low, high = float(known.min()), float(known.max())
     if is_log:
         decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-        steps = (1, 2, 5) if high / low < 50 else (1, 3) if high / low < 1e4 else (1,)
+        steps = next(each for most, each in _MARKS if high / low < most)
         marks = [step * 10.0**power for power in decades for step in steps]
         first = max((each for each in marks if each <= low), default=marks[0])
         last = min((each for each in marks if each >= high * 0.999), default=10 * marks[-1])
@@ -268,9 +278,12 @@ def _cut(name: str, width: float) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}\u2026"
 
 
-def _svg(height: float, fact: str, parts: Iterable[Markup]) -> Markup:
-    return Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {:g}">{}</svg>').format(
-        fact, _WIDTH, height, Markup("").join(parts)
+def _svg(size: tuple[float, float], fact: str, parts: Iterable[Markup]) -> Markup:
+    """It shrinks with the page down to a size that can be read, and scrolls then."""
+    width, height = size
+    style = f"width:{1.13 * width:.0f}px;min-width:{0.7 * width:.0f}px"
+    return Markup('<svg role="img" aria-label="{}" viewBox="0 0 {:g} {:g}" style="{}">{}</svg>').format(
+        fact, round(width, 1), round(height, 1), style, Markup("").join(parts)
     )
 
 

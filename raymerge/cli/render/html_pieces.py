@@ -27,9 +27,12 @@ def as_details(summary: str, body: Markup) -> Markup:
 
 def as_panels(panels: Sequence[Markup], scale: Scale, name: str) -> Markup:
     """The first few, and the others behind a line to open; all have one scale."""
-    rest = Markup("").join(panels[_OPEN:])
-    more = as_details(f"{len(panels) - _OPEN} more", rest) if rest else Markup("")
-    return legend(scale, name) + Markup("").join(panels[:_OPEN]) + more
+    first, rest = (
+        Markup('<div class="panels">{}</div>').format(Markup("").join(each))
+        for each in (panels[:_OPEN], panels[_OPEN:])
+    )
+    more = as_details(f"{len(panels) - _OPEN} more", rest) if len(panels) > _OPEN else Markup("")
+    return legend(scale, name) + first + more
 
 
 def as_matrix(title: str, names: Sequence[str], values: Floats, scale: Scale) -> Markup:

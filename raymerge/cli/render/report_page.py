@@ -1,16 +1,20 @@
-"""A report of a merge as one HTML page that needs nothing else: no script, no network."""
+"""A report of a merge as one HTML page that needs neither network nor script, and as a few lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
+from rich.console import Console
+from rich.text import Text
 
+from raymerge.cli.render.figures import number
 from raymerge.cli.render.report_sections import SECTIONS, Subject, colour_of, make_subject, short_count
-from raymerge.cli.render.screen import counted, printable
+from raymerge.cli.render.screen import counted, heading, make_table, printable, show_table
 from raymerge.verifier.measurements import Floats, Report
 from raymerge.verifier.observations import Observation, range_text
 
@@ -22,23 +26,21 @@ KINDS = {
 _SAID_AT_ONCE = 8
 
 
-def report_page(
-    report: Report, observations: Sequence[Observation], *, parquet: str = "report.parquet"
-) -> str:
-    """The whole page; ``parquet`` is the file that has all numbers. Every name in it is escaped."""
+def report_page(report: Report, observations: Sequence[Observation], *, numbers: str) -> str:
+    """The whole page; ``numbers`` is the Parquet file beside it. Every name in it is escaped."""
     template = files("raymerge.cli.render").joinpath("report_page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.from_string(template).render(_view(make_subject(report), observations, parquet))
+    return environment.from_string(template).render(_view(make_subject(report), observations, numbers))
 
 
-def _view(subject: Subject, observations: Sequence[Observation], parquet: str) -> Mapping[str, Any]:
+def _view(subject: Subject, observations: Sequence[Observation], numbers: str) -> Mapping[str, Any]:
     report = subject.report
     said = [_said(each) for each in observations]
     return {
         "name": printable(report.name), "kind": KINDS[report.kind], "subtitle": subtitle(report),
         "models": _models(subject), "said": said[:_SAID_AT_ONCE], "said_too": said[_SAID_AT_ONCE:],
         "facts": list(_facts(subject)), "sections": [each for make in SECTIONS for each in make(subject)],
-        "definitions": _DEFINITIONS, "parquet": parquet, "version": report.raymerge,
+        "definitions": _DEFINITIONS, "numbers": numbers, "version": report.raymerge,
     }  # fmt: skip
 
 
@@ -51,7 +53,9 @@ def subtitle(report: Report) -> str:
     part = measured.sampled.sum() / max(1.0, measured.elements.sum())
     error = measured.grouped().standard_error
     of_norms = (
-        f": norms of whole models have a standard error of {error[0]:.2%}" if np.isfinite(error).any() else ""
+        f": norms of whole models have a standard error of {100 * error[0]:.2g}%"
+        if np.isfinite(error).any()
+        else ""
     )
     return f"{method}A sample of {part:.2%} of the numbers was read{of_norms}, those of single tensors more."
 
@@ -97,6 +101,35 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
 
 def _of_pairs(subject: Subject, values: Floats) -> str:
     return range_text(values[pair] for pair in subject.pairs)
+
+
+_STYLES = {"problem": "bold red", "note": "bold"}
+_PARENTS = 4
+"""Columns that a narrow terminal has room for."""
+
+
+def show_report(console: Console, report: Report, observations: Sequence[Observation], page: Path) -> None:
+    """What the numbers say and a small table, for a terminal, and where the page is."""
+    subject = make_subject(report)
+    console.print(heading(KINDS[report.kind], note=report.name))
+    console.print(subtitle(report))
+    models = [*zip(subject.labels, report.parents, strict=True), ("base", report.base or "none is named")]
+    show_table(console, ("", ""), models)
+    for each in observations:
+        console.print()
+        word = Text(f"{each.severity}: ", style=_STYLES[each.severity])
+        console.print(Text.assemble(word, printable(each.sentence)), soft_wrap=not console.is_terminal)
+        if each.remedy:
+            console.print(make_table(("", ""), [("", each.remedy)]))
+    roles = subject.roles
+    rows = [
+        [label.role, short_count(size), *map(number, changes[:_PARENTS])]
+        for label, size, changes in zip(roles.labels, roles.elements, subject.changes(roles), strict=True)
+    ]
+    parents = [f"parent {k + 1}" for k in range(len(subject.names))]
+    titles = (subject.measure, "numbers", *parents[:_PARENTS])
+    show_table(console, titles, rows, numbers=range(1, len(titles)))
+    console.print(printable(f"\nthe page: {page}"), soft_wrap=True)
 
 
 _DEFINITIONS = (

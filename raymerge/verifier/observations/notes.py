@@ -178,9 +178,11 @@ def _no_base(scene: Scene) -> Iterator[Observation]:
     is_merge = len(scene.names) > 1 and scene.report.kind != "diff"
     if is_merge and not scene.has_base and not scene.strangers:
         yield note(
-            "no_base", sentence="There is no base, so what each parent changed is not known.",
-            remedy="Name the model that they were trained from: base_model in the recipe.",
-        )  # fmt: skip
+            "no_base",
+            sentence="There is no base, so what each parent changed is not known.",
+            remedy="Report on a recipe of a method that takes deltas (task_arithmetic) with base_model, the "
+            "model that they were trained from: it shows conflicts too.",
+        )
 
 
 def usual(scene: Scene) -> Observation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -213,8 +214,15 @@ def range_text(values: Iterable[float]) -> str:
     known = [float(each) for each in values if np.isfinite(each)]
     if not known:
         return "unknown"
-    low, high = (f"{each:.2g}" for each in (min(known), max(known)))
+    low, high = (_two_digits(each) for each in (min(known), max(known)))
     return low if low == high else f"{low} to {high}"
+
+
+def _two_digits(value: float) -> str:
+    """Of the value, or of what it lacks to 1."""
+    if 0.9 < abs(value) < 1:
+        return f"{value:.{min(9, 1 - math.floor(math.log10(1 - abs(value))))}f}"
+    return f"{value:.2g}"
 
 
 Rule: TypeAlias = Callable[[Scene], Iterator[Observation]]
