@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import peer
+from benchmarks import peer, picture
 from benchmarks import programme as run
 from benchmarks.groups import Group, Results, remove, run_group
 from benchmarks.measure import machine
@@ -43,6 +43,7 @@ def main() -> int:
     if asked.write:
         document = ROOT / "docs" / "measurements.md"
         document.write_text(replaced(document.read_text(encoding="utf-8"), text), encoding="utf-8")
+        picture.main()
     return int(any(results.failures for results in measured.values()))
 
 
@@ -115,7 +116,7 @@ def _asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer", type=Path, metavar="VENV", help="an environment that has mergekit")
     parser.add_argument("--place", type=Path, default=ROOT / "build" / "bench", help="where files are made")
     parser.add_argument("--keep", action="store_true", help="keep the models")
-    parser.add_argument("--write", action="store_true", help="write the tables to docs/measurements.md")
+    parser.add_argument("--write", action="store_true", help="write tables and picture to docs")
     asked = parser.parse_args(arguments)
     asked.sizes = asked.sizes or (["0.25GB"] if asked.quick else ["1GB"])
     asked.rounds = asked.rounds or (1 if asked.quick else 3)
