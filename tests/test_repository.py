@@ -30,6 +30,7 @@ REGISTRY_HOSTS = re.compile(
     "|".join(("pythonhosted" + r"\.org", "pypi" + r"\.org/simple", "extra-" + "index-url"))
 )
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -185,6 +186,17 @@ def test_every_link_of_a_page_resolves(page: str) -> None:
     text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
     targets = [link.split("#")[0] for link in LINK.findall(text) if "://" not in link]
     assert [target for target in targets if target and not ((ROOT / page).parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_picture_of_a_page_is_ours_and_can_be_read_aloud(page: str) -> None:
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    for says, target in IMAGE.findall(text):
+        assert len(says.split()) >= 8, f"{target} says too little"
+        picture = ((ROOT / page).parent / target).read_text(encoding="utf-8")
+        # Whoever reads the page offline, or in the dark, sees it too.
+        assert not re.search(r"url\(|@import|<image|<script", picture.replace("url(#", ""))
+        assert "prefers-color-scheme" in picture or "terminal" in picture
 
 
 @pytest.mark.parametrize("page", PAGES)
