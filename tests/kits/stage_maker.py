@@ -159,7 +159,7 @@ def run_chain(
     options = options or RunOptions(inline=True)
     chain = MergeJob(merges, output, options, on_event=on_event, works=Works(settings))
     chain.check()
-    used = pool or InlinePool("cpu")
+    used = pool or InlinePool("cpu", on_event=on_event)
     try:
         used.start()
         return chain.carry_out(used)

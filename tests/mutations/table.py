@@ -320,6 +320,13 @@ MUTATIONS = (
     Mutation(
         "checkpoints/quantisation/block_codec.py", "whole = size // block * block", "whole = size", CODECS
     ),
+    # Workers that get on, and those that do not
+    Mutation(
+        "runtime/workers/dispatcher.py",
+        "if seconds != actor.heartbeat",
+        "if answer",
+        "runtime/test_runtime_dispatcher.py",
+    ),
     # What a run records, resumes and publishes
     Mutation("publish/record.py", 'text = "\\n" + text', "pass", RESUME),
     Mutation("publish/record.py", "return {receipt.segment: receipt for", "return {0: receipt for", RESUME),

@@ -31,6 +31,18 @@ def test_a_worker_whose_parts_do_not_get_on_is_replaced(monkeypatch: pytest.Monk
     assert sorted(scene.done) == [0, 1]
 
 
+def test_a_worker_that_answers_without_getting_on_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is alive, but a read of it waits in vain; what it says of its parts is no progress."""
+    scene = Scene(monkeypatch, [0])
+    (hung,) = scene.handles
+    for look in range(int(PATIENCE)):
+        hung.heartbeat.last.answer((0.25, (PartInHand(0, "reading", "a.weight", look, 100),)))
+        scene.step(1.0)
+        scene.step(1.0)
+    (lost,) = scene.of(WorkerLost)
+    assert lost.segments == (0,)
+
+
 def test_a_worker_that_is_slow_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, [0])
     (slow,) = scene.handles

@@ -25,7 +25,7 @@ from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, wi
 from raymerge.api import plan_for
 from raymerge.device_numerics import one_thread
 from raymerge.errors import IncompleteError, OptionError
-from raymerge.events import Event, StageStarted, Stopping, UnitDone, UnitProgress
+from raymerge.events import Event, StageStarted, Stopping, UnitDone, UnitProgress, WorkerProgress
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import RESULT_FILE
 from raymerge.planner.merges import PlannedMerge
@@ -170,6 +170,10 @@ def test_the_driver_tells_how_far_the_units_in_hand_are(recipe: dict[str, Any], 
     run_chain(staged(recipe, output), output, keep, on_event=events, pause=0.2, steps=10)
     assert len(events.of(UnitProgress)) >= UNITS
     _check_growing(events)
+    seen = [part for event in events.of(WorkerProgress) for part in event.parts if part.total_bytes < TOTAL]
+    totals = {(part.part, part.total_bytes) for part in seen}
+    assert totals == {(unit, 100 * (1 + unit)) for unit in range(UNITS)}
+    assert any(0 < part.done_bytes < part.total_bytes for part in seen)
     assert not list(steps_directory(output).rglob("*progress*"))
 
 
