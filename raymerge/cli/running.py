@@ -20,7 +20,7 @@ from raymerge.cli.plan import explain_all
 from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.reports import show_accounts, show_routing
-from raymerge.cli.render.screen import Output, make_console
+from raymerge.cli.render.screen import Output, counted, make_console
 from raymerge.cli.render.tally import Tally
 from raymerge.errors import AskedError, IncompleteError
 from raymerge.events import (
@@ -278,7 +278,8 @@ def rehearse(request: Request, out: Output) -> int:
         plans = reports[0] if len(reports) == 1 else {"merges": reports}
         out.json({"event": "dry_run", "place": request.output, **plans})
     else:
-        out.console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)
+        what = f"{request.output} can be made{_by_whom(request.options)}"
+        out.console.print(f"\ndry run: nothing was written; {what}", soft_wrap=True)
     return 0
 
 
@@ -287,3 +288,13 @@ def _require_gpu() -> None:
         from raymerge.device_numerics import choose_device
 
     choose_device("cuda")
+
+
+def _by_whom(options: RunOptions) -> str:
+    """The workers of a run on this machine; empty where it depends on the recipe or on a cluster."""
+    from raymerge.runtime.workers.sizing import local_layouts
+
+    if options.inline or options.address is not None or len(layouts := local_layouts(options)) > 1:
+        return ""
+    (layout,) = layouts
+    return f" by {counted(layout.workers, 'worker')} of {counted(layout.threads, 'thread')}"

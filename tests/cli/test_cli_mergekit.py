@@ -90,6 +90,13 @@ def test_a_dry_run_says_that_there_is_no_gpu(folder: Path, monkeypatch: pytest.M
     outcome.check_refusal("no GPU is visible")
 
 
+def test_a_dry_run_counts_a_worker_for_each_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    outcome = run_command("submit", "recipe.yml", "out", "--cuda", "--dry-run", cwd=folder)
+    assert (outcome.code, "out can be made by 8 workers of 1 thread\n" in outcome.text) == (0, True)
+
+
 def test_the_cache_of_models_is_where_it_was_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
