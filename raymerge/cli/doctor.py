@@ -23,7 +23,7 @@ from raymerge.storage.addresses import check_alone
 if TYPE_CHECKING:
     from raymerge.diagnosis.check import Check
 
-_PLACE_HELP = "Where models are or will be: a directory or an address; the current directory by default."
+_PLACE_HELP = "Where models are or will be: a directory or an address; the current directory if left out."
 _ADDRESS_HELP = "Ask a running Ray cluster too: HOST:PORT from within, or its dashboard, http://HEAD:8265."
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _WIDTH = 7
@@ -41,8 +41,8 @@ def doctor(
 ) -> int:
     """Look for what would hinder a merge: versions, GPUs, memory, disks, credentials, a cluster."""
     where = where_of(profile, None, address)
-    places = [place or "."]
-    # Of pods this machine knows nothing; a cluster's own paths are not those of this machine.
+    # What is sent elsewhere is neither read nor written by this machine.
+    places = [place] if place else ["."] if where.target in ("local", "cluster") else []
     if place is None and where.target == "local" and where.profile.output:
         places.append(where.profile.output)
     for each in places:

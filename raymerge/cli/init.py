@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from raymerge.cli.messages import command
 from raymerge.cli.options import ProfileFile
+from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.screen import make_console, own_stdout, show_table
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
@@ -50,7 +52,7 @@ def init(
             out.stream.write(suggestion_text(suggestion))
             return 0
         _write(Path(output), suggestion_text(suggestion, output))
-        _show(out.console, suggestion, output)
+        _show(out.console, suggestion, output, [] if profile is None else ["--profile", profile])
     return 0
 
 
@@ -62,10 +64,11 @@ def _write(path: Path, text: str) -> None:
         raise OptionError(Problem(f"-o {path}", what, remedy)) from error
 
 
-def _show(console: Console, suggestion: Suggestion, output: str) -> None:
-    from raymerge.planner.suggestion.text import base_words, facts, next_command, title
+def _show(console: Console, suggestion: Suggestion, output: str, options: Sequence[str]) -> None:
+    from raymerge.planner.suggestion.text import base_words, facts, next_commands, title
 
     console.print(f"{output}: {title(suggestion)}", soft_wrap=True)
     rows = [(each.name, facts(each), base_words(suggestion, each)) for each in suggestion.everyone]
     show_table(console, ("model", "what it is", "base"), rows)
-    console.print(f"\nnext: {next_command(suggestion, output)}", soft_wrap=True)
+    console.print()
+    show_next(console, [Step(*each) for each in next_commands(suggestion, output, *options)])

@@ -140,7 +140,8 @@ def _send(submission: Submission, where: Where, out: Output, *, detach: bool, dr
     assert target is not None
     target.check(submission)
     if dry_run:
-        make_console(sys.stderr).print("dry run: nothing was sent", soft_wrap=True)
+        taken = f"{where.target} would take it, and make {submission.output}"
+        make_console(sys.stderr).print(f"dry run: nothing was sent; {taken}", soft_wrap=True)
         return 0
     run, place = target.submit(submission), submission.output
     now, profile = datetime.now(UTC).isoformat(timespec="seconds"), submission.profile.as_yaml()

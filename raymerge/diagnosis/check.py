@@ -50,6 +50,8 @@ class Question:
     seconds: float
     remedy: str
     """What to do where no answer comes in time."""
+    subject: str = ""
+    """What is asked, where the topic does not say it: a place, an address."""
     is_far: bool = False
     """Whether it waits for others, so that it is asked beside everything else."""
 
@@ -73,7 +75,8 @@ class _Answer:
         self._thread.join(self._question.seconds)
         if self._checks is not None:
             return iter(self._checks)
-        late = f"no answer within {self._question.seconds:.0f} seconds."
+        subject = f"{self._question.subject}: " if self._question.subject else ""
+        late = f"{subject}no answer within {self._question.seconds:.0f} seconds."
         return iter((problem(self._question.topic, late, self._question.remedy),))
 
     def _ask(self) -> None:
@@ -81,7 +84,7 @@ class _Answer:
         try:
             self._checks = tuple(self._question.ask())
         except UserError as error:
-            self._checks = tuple(problem(topic, _fact(each), each.remedy) for each in error.problems)
+            self._checks = tuple(problem(topic, _fact(each, topic), each.remedy) for each in error.problems)
         except RaymergeError as error:
             self._checks = (problem(topic, str(error), self._question.remedy),)
         except OSError as error:
@@ -92,6 +95,7 @@ class _Answer:
             self._checks = (problem(topic, fact, self._question.remedy),)
 
 
-def _fact(fault: Problem) -> str:
-    """The problem; an option as its place says nothing, for it is what was asked."""
-    return fault.what if fault.where.startswith("-") else f"{fault.where}: {fault.what}"
+def _fact(fault: Problem, topic: str) -> str:
+    """The problem; an option or the topic as its place says nothing."""
+    is_said = fault.where.startswith("-") or fault.where.lower() == topic.lower()
+    return fault.what if is_said else f"{fault.where}: {fault.what}"

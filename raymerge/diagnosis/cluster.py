@@ -156,3 +156,5 @@ def kubernetes(profile: Profile) -> Iterator[Check]:
     if not problems:
         fact = f"{server.url} answers; KubeRay, the namespace {server.namespace}, your rights in it and all "
         yield ok("Kubernetes", f"{fact}that the profile names are there")
+    what = "pods have memory, GPUs and credentials of their own, which are not seen from here."
+    yield note("Kubernetes", what, "The log of a run tells of them: raymerge logs RUN.")

@@ -15,6 +15,16 @@ _SECONDS = 30.0
 _RAY_SECONDS = 60.0
 """An embedded Ray takes seconds to start, and most of a minute where everything is new to the disk."""
 _REPORT = "Run it again; where it stays so, look at what the machine is waiting for."
+_SENDING = (("Python", machine.python), ("packages", machine.packages))
+"""Of a machine that only sends a run to others."""
+_HERE = (
+    *_SENDING,
+    ("GPU", machine.gpus),
+    ("compiled loops", machine.kernels),
+    ("memory", machine.memory),
+    ("cores", machine.cores),
+    ("limits", machine.limits),
+)
 
 
 def diagnose(
@@ -29,23 +39,18 @@ def _questions(
     where: Where, places: Sequence[str], environment: Mapping[str, str], seconds: float | None
 ) -> Iterator[Question]:
     usual, of_ray = seconds or _SECONDS, seconds or _RAY_SECONDS
-    for topic, ask in (
-        ("Python", machine.python),
-        ("packages", machine.packages),
-        ("GPU", machine.gpus),
-        ("compiled loops", machine.kernels),
-        ("memory", machine.memory),
-        ("cores", machine.cores),
-        ("limits", machine.limits),
-    ):
+    own = _HERE if where.target in ("local", "cluster") else _SENDING
+    for topic, ask in own:
         yield Question(topic, ask, usual, _REPORT)
     yield from _of_target(where, environment, usual, of_ray)
     for each in places:
-        far = is_remote(each)
-        ask = partial(place.remote_place, with_options(each, where.profile.storage))
-        remedy = "Check the network, the proxy, and storage: in the profile."
-        local = partial(place.local_place, each)
-        yield Question(shown(each), ask if far else local, usual, remedy if far else _REPORT, is_far=far)
+        name = shown(each)
+        if is_remote(each):
+            there = partial(place.remote_place, with_options(each, where.profile.storage))
+            remedy = "Check the network, the proxy, and storage: in the profile."
+            yield Question("store", there, usual, remedy, name, is_far=True)
+        else:
+            yield Question("disk", partial(place.local_place, each), usual, _REPORT, name)
     yield Question("Hub", place.hub_token, usual, _REPORT)
 
 
@@ -60,7 +65,7 @@ def _of_target(
         case "job":
             jobs = partial(cluster.jobs_api, where, environment, versions_here())
             remedy = "Check the address, and that the dashboard is reached from here (a port-forward?)."
-            yield Question("Jobs API", jobs, usual, remedy, is_far=True)
+            yield Question("Jobs API", jobs, usual, remedy, where.address or "", is_far=True)
         case "kubernetes":
             remedy = "See that `kubectl get rayjobs` works from here."
             asked = partial(cluster.kubernetes, where.profile)

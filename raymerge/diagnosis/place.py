@@ -41,25 +41,26 @@ class Speed:
 
 def local_place(place: str, *, most_nbytes: int = _MOST_NBYTES) -> Iterator[Check]:
     path = nearest(Path(os.path.abspath(os.path.expanduser(as_path(place)))))
-    topic = f"disk of {place}"
     if path.is_file():
         path = path.parent
     if not os.access(path, os.W_OK | os.X_OK):
-        yield problem(topic, f"{path} may not be written to.", "Give a directory that you may write to.")
+        yield problem("disk", f"{path} may not be written to.", "Give a directory that you may write to.")
         return
     free = shutil.disk_usage(path).free
     kind = mount_of(path.stat().st_dev)[0] or "of an unknown kind"
-    fact = f"{format_size(free)} free, file system {kind}"
+    fact = f"{path}: {format_size(free)} free, file system {kind}"
     if free < _LITTLE_ROOM:
-        yield note(topic, fact, "A merge writes as much as one of its models has; `raymerge plan` says it.")
+        yield note("disk", fact, "A merge writes as much as one of its models has; `raymerge plan` says it.")
     else:
-        yield ok(topic, fact)
+        yield ok("disk", fact)
     if free < 2 * most_nbytes:
-        yield note(topic, "too little room to measure its speed.", "Free some, or name another directory.")
+        yield note(
+            "disk speed", "too little room to measure its speed.", "Free some, or name another directory."
+        )
         return
     with OwnDirectory(str(path)) as directory:
-        yield _speed_check(topic, measure(directory, most_nbytes))
-        yield _sharing(topic, directory)
+        yield _speed_check(measure(directory, most_nbytes))
+        yield _sharing(directory)
 
 
 def measure(directory: Path, most_nbytes: int = _MOST_NBYTES) -> Speed:
@@ -94,15 +95,17 @@ def _forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def _speed_check(topic: str, speed: Speed) -> Check:
+def _speed_check(speed: Speed) -> Check:
     rates = f"reads {format_size(round(speed.read))}/s, writes {format_size(round(speed.write))}/s"
     fact = f"{rates} ({format_size(speed.nbytes)} past the cache)"
     if min(speed.read, speed.write) < _SLOW:
-        return note(topic, fact, "Merges run at the speed of storage: a faster disk makes them faster.")
-    return ok(topic, fact)
+        return note(
+            "disk speed", fact, "Merges run at the speed of storage: a faster disk makes them faster."
+        )
+    return ok("disk speed", fact)
 
 
-def _sharing(topic: str, directory: Path) -> Check:
+def _sharing(directory: Path) -> Check:
     """Whether a copied tensor is shared with its source, or copied by a file server, instead of moved."""
     paths = directory / "one", directory / "two"
     for path in paths:
@@ -114,33 +117,35 @@ def _sharing(topic: str, directory: Path) -> Check:
             os.fsync(source)
             can_share = share_extents(source, 0, target, 0, ALIGNMENT) > 0
             more = "; duplicates: share takes effect" if can_share else ""
-            return ok(topic, f"tensors that are copied share their blocks, or a server copies them{more}")
+            return ok(
+                "shared blocks", f"tensors that are copied share their blocks, or a server copies them{more}"
+            )
     finally:
         for each in descriptors:
             os.close(each)
-    return ok(topic, "files cannot share blocks: tensors that are copied are written in full")
+    return ok("shared blocks", "none: tensors that are copied are written in full")
 
 
 def remote_place(place: str) -> Iterator[Check]:
     """Whether this machine finds credentials for a place, and the place answers. Shows no secret."""
-    topic = shown(place)
+    name = shown(place)
     if hub.is_hub_place(place):
         commit = hub.snapshot_revision(resolve_source(place))
-        yield ok(topic, f"the Hub answers; its commit is {commit}")
+        yield ok("store", f"{name}: the Hub answers; its commit is {commit}")
         return
     if not is_object_place(place):
         with open_store(place) as store:
             store.info("config.json")
-        yield ok(topic, "answers, and lets this machine read")
+        yield ok("store", f"{name}: answers, and lets this machine read")
         return
     address = parse_place(place)
     # Where there are no credentials this refuses, with where they were looked for.
     client = object_client(address, read_seconds=_READ_SECONDS, retries=1)
-    with asking(address, topic):
+    with asking(address, name):
         first = next(client.listed(), None)
     who = "anybody" if address.options.anonymous else "the credentials that this machine finds"
     there = "nothing is there yet" if first is None else "it holds files"
-    yield ok(topic, f"answers, and lets {who} list it; {there}")
+    yield ok("store", f"{name}: answers, and lets {who} list it; {there}")
 
 
 def hub_token() -> Iterator[Check]:

@@ -399,7 +399,8 @@ def resolve_model(
         what = "is a file, but a model is a directory with config.json and its safetensors files."
         raise CheckpointError(Problem(path, what, "Give the directory."))
     if not is_hub_name(path):
-        raise CheckpointError(Problem(path or "''", "there is no such directory.", "Check the path."))
+        what = "there is no such directory."
+        raise CheckpointError(Problem(path or "''", what, f"{_meant(directory)}Check the path."))
     try:
         snapshot = _snapshot(path, revision, offline=offline)
         if pickled and not any(snapshot.glob("*.safetensors")):
@@ -469,7 +470,21 @@ def _no_repository(path: str, revision: str | None, error: Exception) -> Problem
     where = path if revision is None else f"{path}@{revision}"
     what = f"there is no such directory, and the Hub gave no such model ({reason})."
     remedy = "Check the path (it is taken from the current directory) or the Hub name and your access to it."
-    return Problem(where, what, remedy)
+    return Problem(where, what, f"{_meant(os.path.expanduser(path))}{remedy}")
+
+
+def _meant(path: str) -> str:
+    """The directory that was probably meant, as the start of a remedy; "" for none."""
+    from raymerge.documents.fields import closest
+
+    above, name = os.path.split(path.rstrip("/"))
+    try:
+        with os.scandir(above or ".") as entries:
+            names = sorted(each.name for each in entries if each.is_dir())
+    except (OSError, ValueError):
+        return ""
+    guess = closest(name, names)
+    return "" if guess is None else f"Did you mean '{os.path.join(above, guess)}'? "
 
 
 _INDEX_NBYTES = 64 << 20

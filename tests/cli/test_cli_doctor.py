@@ -17,7 +17,7 @@ from raymerge.diagnosis.check import Check, note, ok, problem
 CHECKS = [
     ok("Python", "3.11.7 on Linux x86_64, /usr/bin/python3"),
     note("Hub", "no token: models that anybody may read.", "For others: hf auth login, or set HF_TOKEN."),
-    ok("disk of /mnt/a/long/path", "52.51 GB free, file system ext4"),
+    ok("shared blocks", "none: tensors that are copied are written in full"),
     problem(
         "node worker-17",
         "torch 2.8.0 where this machine has 2.13.0, which is a sentence that takes more than a line.",
@@ -65,12 +65,8 @@ def test_notes_alone_hinder_nothing(asked: Any, tmp_path: Path, monkeypatch: pyt
         ([], "", ("local", None, ["."])),
         (["/mnt"], "", ("local", None, ["/mnt"])),
         (["--address", "auto"], "", ("cluster", "auto", ["."])),
-        (["--address", "http://h:8265"], "", ("job", "http://h:8265", ["."])),
-        (
-            [],
-            "target: job\njob: {address: 'http://h:8265'}\noutput: s3://b/x",
-            ("job", "http://h:8265", ["."]),
-        ),
+        (["--address", "http://h:8265"], "", ("job", "http://h:8265", [])),
+        ([], "target: job\njob: {address: 'http://h:8265'}\noutput: s3://b/x", ("job", "http://h:8265", [])),
         ([], "output: s3://b/x", ("local", None, [".", "s3://b/x"])),
         (["here"], "output: s3://b/x", ("local", None, ["here"])),
     ],
@@ -96,5 +92,15 @@ def test_this_machine_can_merge(tmp_path: Path) -> None:
     checks = {each["topic"]: each for each in json.loads(outcome.text)["checks"]}
     assert {each["topic"]: each["fact"] for each in checks.values() if each["verdict"] == "problem"} == {}
     assert checks["Ray"]["fact"].startswith("an embedded Ray starts and runs a task")
-    assert checks.keys() >= {"Python", "packages", "GPU", "compiled loops", "memory", "cores", "disk of ."}
+    assert checks.keys() >= {
+        "Python",
+        "packages",
+        "GPU",
+        "compiled loops",
+        "memory",
+        "cores",
+        "disk",
+        "disk speed",
+        "shared blocks",
+    }
     assert list(tmp_path.iterdir()) == []

@@ -34,6 +34,10 @@ from raymerge.errors import PlanError
 from raymerge.storage.open import resolve_source
 
 CARD = "---\nbase_model: {base}\n---\n# A model\n"
+_NEXT = """next:
+  raymerge plan recipe.yml              # what it would do; writes nothing
+  raymerge submit recipe.yml -o merged  # does it
+"""
 Scene = Callable[[Path], list[str]]
 
 
@@ -157,7 +161,7 @@ def test_a_recipe_plans_as_written_and_with_each_setting_that_it_offers(scene: s
     make, flag, expected = SCENES[scene]
     outcome = _init(tmp_path, *make(tmp_path), *filter(None, [flag]))
     assert outcome.code == 0, outcome.text
-    assert outcome.text.endswith("next: raymerge plan recipe.yml\n")
+    assert outcome.text.endswith(_NEXT)
     text = (tmp_path / "recipe.yml").read_text()
     found = yaml.safe_load(text)
     assert {key: found.get(key) for key in expected} == expected
@@ -194,7 +198,9 @@ def test_adapters_give_a_recipe_that_makes_an_adapter(tmp_path: Path) -> None:
     for seed, name in enumerate(("law", "med")):
         adapter(tmp_path / name, seed, base_model_name_or_path="org/model")
     outcome = _init(tmp_path, "law", "med")
-    assert outcome.text.endswith("next: raymerge submit recipe.yml -o merged-adapter\n"), outcome.text
+    assert outcome.text.endswith(
+        "  raymerge submit recipe.yml -o merged-adapter  # merges, and writes the adapter\n"
+    ), outcome.text
     text = (tmp_path / "recipe.yml").read_text()
     assert "# raymerge init --force org/model law med" in text
     for number, changed in enumerate([text, *_offered(text)]):
@@ -261,7 +267,7 @@ def test_names_stand_in_the_recipe_as_yaml(tmp_path: Path) -> None:
     for seed, name in enumerate(names):
         tiny_llama(tmp_path / name, seed, layers=1)
     outcome = _init(tmp_path, *names, "-o", "my recipe.yml")
-    assert outcome.text.endswith("next: raymerge plan 'my recipe.yml'\n")
+    assert outcome.text.endswith("  raymerge submit 'my recipe.yml' -o merged  # does it\n")
     with contextlib.chdir(tmp_path):
         sources = raymerge.plan("my recipe.yml").manifest["sources"]
     assert [source["name"] for source in sources] == names
@@ -283,6 +289,9 @@ def test_models_that_do_not_fit_are_told_as_a_plan_tells_it(tmp_path: Path) -> N
     [
         (["one"], ["one model is named, and a merge needs two or more.", "raymerge convert"]),
         (["one", "one"], ["named twice"]),
+        (["one", "./one/"], ["./one/: this is the same directory as one."]),
+        (["one", "tow"], ["tow: there is no such directory", "Did you mean 'two'?"]),
+        (["one", "./tow"], ["./tow: there is no such directory", "Did you mean './two'?"]),
         (["one", "absent"], ["absent", "there is no such directory"]),
         (["one", "org/absent"], ["org/absent"]),
         (["one", "two", "other"], ["is an adapter", "MODEL+ADAPTER"]),

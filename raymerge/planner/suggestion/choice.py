@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -92,6 +93,14 @@ def _unfit_names(models: Sequence[NamedModel]) -> Iterator[Problem]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield Problem(name, "this model is named twice.", "Name each model once.")
+    places: dict[tuple[str, str | None], str] = {}
+    for each in models:
+        root = each.adapter.root if each.adapter is not None else ""
+        root = each.checkpoint.root if each.checkpoint is not None else root
+        first = places.setdefault((os.path.realpath(root), each.reference.lora_path), each.name)
+        if first != each.name and not each.is_raw:
+            yield Problem(each.name, f"this is the same directory as {first}.", "Name each model once.")
+    for name in dict.fromkeys(names):
         if not name.isprintable():
             what = "its name holds characters that cannot stand in a recipe."
             yield Problem(ascii(name), what, "Rename the directory, or make a link to it.")

@@ -49,11 +49,13 @@ def write(suggestion: Suggestion, file: str = "recipe.yml") -> str:
     return "\n".join([*_head(suggestion, file), *body(suggestion)]) + "\n"
 
 
-def next_command(suggestion: Suggestion, file: str) -> str:
-    """What to type next; a merge of adapters has no plan."""
+def next_commands(suggestion: Suggestion, file: str, *options: str) -> tuple[tuple[str, str], ...]:
+    """What to type next, and what it does; a merge of adapters has no plan. ``options``: of both commands."""
+    given = " ".join(shlex.quote(each) for each in (file, *options))
     if suggestion.kind is Kind.ADAPTERS:
-        return f"raymerge submit {shlex.quote(file)} -o merged-adapter"
-    return f"raymerge plan {shlex.quote(file)}"
+        return ((f"raymerge submit {given} -o merged-adapter", "merges, and writes the adapter"),)
+    plan = f"raymerge plan {given}", "what it would do; writes nothing"
+    return plan, (f"raymerge submit {given} -o merged", "does it")
 
 
 def title(suggestion: Suggestion) -> str:
@@ -86,7 +88,7 @@ def base_words(suggestion: Suggestion, model: NamedModel) -> str:
 
 def _head(suggestion: Suggestion, file: str) -> Iterator[str]:
     first = title(suggestion)
-    yield f"# {first[0].upper()}{first[1:]}. Next: {next_command(suggestion, file)}"
+    yield f"# {first[0].upper()}{first[1:]}. Next: {next_commands(suggestion, file)[0][0]}"
     yield "# A line that begins with '#' and no blank is a setting to try: take the '#' away."
     yield ""
 
