@@ -45,14 +45,19 @@ def init(
         with make_console(sys.stderr).status("reading headers"), heavy_imports():
             from raymerge.api import suggest_recipe, suggestion_text
             from raymerge.deploy.profiles import Profile, load_profile
+            from raymerge.planner.suggestion.text import next_commands, title
 
-            storage = (Profile() if profile is None else load_profile(profile)).storage
-            suggestion = suggest_recipe(models, moe=moe, storage=storage)
+            loaded = Profile() if profile is None else load_profile(profile)
+            suggestion = suggest_recipe(models, moe=moe, storage=loaded.storage)
         if output == _STDOUT:
             out.stream.write(suggestion_text(suggestion))
             return 0
         _write(Path(output), suggestion_text(suggestion, output))
-        _show(out.console, suggestion, output, [] if profile is None else ["--profile", profile])
+        out.console.print(f"{output}: {title(suggestion)}", soft_wrap=True)
+        options = () if profile is None else ("--profile", profile)
+        _show(
+            out.console, suggestion, next_commands(suggestion, output, options, is_placed=bool(loaded.output))
+        )
     return 0
 
 
@@ -64,11 +69,10 @@ def _write(path: Path, text: str) -> None:
         raise OptionError(Problem(f"-o {path}", what, remedy)) from error
 
 
-def _show(console: Console, suggestion: Suggestion, output: str, options: Sequence[str]) -> None:
-    from raymerge.planner.suggestion.text import base_words, facts, next_commands, title
+def _show(console: Console, suggestion: Suggestion, commands: Sequence[tuple[str, str]]) -> None:
+    from raymerge.planner.suggestion.text import base_words, facts
 
-    console.print(f"{output}: {title(suggestion)}", soft_wrap=True)
     rows = [(each.name, facts(each), base_words(suggestion, each)) for each in suggestion.everyone]
     show_table(console, ("model", "what it is", "base"), rows)
     console.print()
-    show_next(console, [Step(*each) for each in next_commands(suggestion, output, *options)])
+    show_next(console, [Step(*each) for each in commands])

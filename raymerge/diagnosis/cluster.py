@@ -141,7 +141,9 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[str]:
 
 def jobs_api(where: Where, environment: Mapping[str, str], here: Mapping[str, str | None]) -> Iterator[Check]:
     version = open_job_server(where, environment).ray_version()
-    yield ok("Jobs API", f"{where.address} answers; Ray {version} there, {here.get('ray')} here")
+    fact = f"{where.address} answers; Ray {version} there, {here.get('ray')} here"
+    is_same = version == here.get("ray")
+    yield ok("Jobs API", fact) if is_same else note("Jobs API", fact, "Where jobs fail, install one of them.")
     what = "what its nodes have can only be asked on one of them."
     yield note("Jobs API", what, "There: raymerge doctor --address auto")
 

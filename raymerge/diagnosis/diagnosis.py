@@ -51,7 +51,8 @@ def _questions(
             yield Question("store", there, usual, remedy, name, is_far=True)
         else:
             yield Question("disk", partial(place.local_place, each), usual, _REPORT, name)
-    yield Question("Hub", place.hub_token, usual, _REPORT)
+    if own is _HERE:
+        yield Question("Hub", place.hub_token, usual, _REPORT)
 
 
 def _of_target(

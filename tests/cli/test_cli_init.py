@@ -336,6 +336,13 @@ def test_models_of_the_hub_are_read_by_their_headers(tmp_path: Path) -> None:
     assert text.count("# not in the Hub's cache: plan and submit fetch") == 3
 
 
+def test_the_next_commands_have_the_profile_and_no_place_that_it_says(tmp_path: Path) -> None:
+    (tmp_path / "profile.yml").write_text("output: elsewhere\n")
+    outcome = _init(tmp_path, *_tunes(tmp_path), "--profile", "profile.yml")
+    assert "  raymerge plan recipe.yml --profile profile.yml    # what" in outcome.text
+    assert "  raymerge submit recipe.yml --profile profile.yml  # does it" in outcome.text
+
+
 def test_the_same_from_python(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
         suggestion = raymerge.suggest_recipe(_with_base(tmp_path))

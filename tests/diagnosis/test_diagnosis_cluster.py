@@ -140,6 +140,7 @@ def test_the_jobs_api_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cluster, "open_job_server", lambda *_: server)
     checks = list(cluster.jobs_api(Where("job", "http://head:8265", Profile()), {}, HERE))
     assert checks[0].fact == "http://head:8265 answers; Ray 2.55.1 there, 2.60.0 here"
+    assert checks[0].verdict == "note"
 
 
 def test_kubernetes_is_asked_for_all_that_a_run_needs(

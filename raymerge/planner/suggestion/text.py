@@ -49,13 +49,16 @@ def write(suggestion: Suggestion, file: str = "recipe.yml") -> str:
     return "\n".join([*_head(suggestion, file), *body(suggestion)]) + "\n"
 
 
-def next_commands(suggestion: Suggestion, file: str, *options: str) -> tuple[tuple[str, str], ...]:
-    """What to type next, and what it does; a merge of adapters has no plan. ``options``: of both commands."""
+def next_commands(
+    suggestion: Suggestion, file: str, options: Sequence[str] = (), *, is_placed: bool = False
+) -> tuple[tuple[str, str], ...]:
+    """What to type next, and what it does; a merge of adapters has no plan. ``options``: of both commands;
+    ``is_placed``: they say where the result goes."""
     given = " ".join(shlex.quote(each) for each in (file, *options))
     if suggestion.kind is Kind.ADAPTERS:
         return ((f"raymerge submit {given} -o merged-adapter", "merges, and writes the adapter"),)
     plan = f"raymerge plan {given}", "what it would do; writes nothing"
-    return plan, (f"raymerge submit {given} -o merged", "does it")
+    return plan, (f"raymerge submit {given}{'' if is_placed else ' -o merged'}", "does it")
 
 
 def title(suggestion: Suggestion) -> str:
