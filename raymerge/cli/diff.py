@@ -13,12 +13,16 @@ from rich.text import Text
 from raymerge.cli.messages import command
 from raymerge.cli.options import MODEL_HELP, AllAsJson, ProfileFile, reached
 from raymerge.cli.render.screen import counted, heading, make_table, own_stdout, printable, show_table
+from raymerge.cli.report import page_place, put_report
+from raymerge.cli.running import examining
+from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
 
 if TYPE_CHECKING:
     from raymerge.verifier.compare import ComparedTensor, Comparison
 
 _SHOWN = 10
+_REPORT_HELP = "Write a page of what B changes of A there, and its numbers beside it as .parquet."
 _STATUSES = ("equal", "same_numbers", "different", "only_a", "only_b")
 _TITLES = (
     *("role", "equal", "same numbers", "different", "only A", "only B"),
@@ -35,19 +39,26 @@ def diff(
         int | None,
         typer.Option(metavar="N", help="Tensors compared at once; by default the cores, at most 8."),
     ] = None,
+    report: Annotated[str | None, typer.Option(metavar="FILE", help=_REPORT_HELP)] = None,
     profile: ProfileFile = None,
     as_json: AllAsJson = False,
 ) -> int:
     """Compare two checkpoints, in whatever files and layouts; the exit code is 0 where they are equal."""
+    page = None if report is None else page_place(report)
     with heavy_imports():
-        from raymerge.api import diff
+        from raymerge.api import diff, report_difference
 
     with own_stdout(as_json=as_json) as out:
-        comparison = diff(reached(a, profile), reached(b, profile), threads=threads)
+        places = reached(a, profile), reached(b, profile)
+        comparison = diff(*places, threads=threads)
         if as_json:
             out.json(comparison.to_json())
         else:
             _show(out.console, comparison)
+        if page is not None:
+            with examining("measuring", out) as show:
+                made = report_difference(*places, RunOptions(threads=threads), on_event=show)
+            put_report(made, page, out)
     return 0 if comparison.is_equal else 2
 
 

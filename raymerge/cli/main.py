@@ -23,6 +23,7 @@ from raymerge.cli.mergekit import Verbs, command_class
 from raymerge.cli.messages import guarded
 from raymerge.cli.methods import methods
 from raymerge.cli.plan import plan
+from raymerge.cli.report import report
 from raymerge.cli.runs import logs, status, stop
 from raymerge.cli.submit import submit
 from raymerge.cli.transplant import transplant
@@ -61,6 +62,7 @@ def make_app() -> typer.Typer:
         convert,
         transplant,
         plan,
+        report,
         verify,
         diff,
         inspect,

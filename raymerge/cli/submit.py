@@ -17,7 +17,8 @@ from raymerge.cli.next_steps import after_sent
 from raymerge.cli.plan import default_output
 from raymerge.cli.render.ending import show_next
 from raymerge.cli.render.screen import Output, make_console, own_stdout
-from raymerge.cli.running import Request, give_up, rehearse, run, terminable
+from raymerge.cli.report import REPORT_HELP, page_place, put_report
+from raymerge.cli.running import Request, examining, give_up, rehearse, run, terminable
 from raymerge.cli.runs import detached, follow, run_notes, sent_place, where_of
 from raymerge.deploy.targets import TARGETS
 from raymerge.errors import OptionError, Problem
@@ -55,6 +56,7 @@ def submit(
     scratch: Annotated[str | None, typer.Option(metavar="DIR", help=_SCRATCH_HELP)] = None,
     steps: Annotated[str | None, typer.Option(metavar="DIR", help=_STEPS_HELP)] = None,
     replace: shared.Replace = False,
+    report: Annotated[str | None, typer.Option(metavar="FILE", help=REPORT_HELP)] = None,
     keep_intermediates: Annotated[bool, typer.Option("--keep-intermediates", help=_KEEP_HELP)] = False,
     dry_run: shared.DryRun = False,
     as_json: shared.EventsAsJson = False,
@@ -81,8 +83,14 @@ def submit(
         )
         where = where_of(profile, target, address)
         place = _place(out, output) or where.profile.output
+        page = None if report is None else page_place(report)
         with own_stdout(as_json=as_json) as stdout:
             if TARGETS[where.target]:
+                if page is not None:
+                    what = f"a run of the target {where.target} is elsewhere, and this page would be here."
+                    raise OptionError(
+                        Problem("--report", what, "Give 'raymerge report OUT' when it is done.")
+                    )
                 submission = _submission(recipe, place, where, flags)
                 return _send(submission, where, stdout, detach=detach, dry_run=dry_run)
             if detach:
@@ -91,7 +99,7 @@ def submit(
                 raise OptionError(Problem("--detach", what, remedy))
             options = shared.options_from(where.profile, flags, address=where.address)
             request = Request(recipe, recipe, place or default_output(recipe), options)
-            return rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
+            return rehearse(request, stdout) if dry_run else _carry_out(request, stdout, page)
 
     raise typer.Exit(guarded(verb, as_json=as_json, when_final=lambda: give_up(run_name)))
 
@@ -103,14 +111,27 @@ def _place(out: str | None, output: str | None) -> str | None:
     return output or out
 
 
-def _carry_out(request: Request, out: Output) -> int:
+def _carry_out(request: Request, out: Output, page: Path | None) -> int:
     with terminable() as ending:
         with make_console(sys.stderr).status("reading the recipe"):
             with heavy_imports():
                 from raymerge.api import merges_adapters
 
             is_of_adapters = merges_adapters(request.recipe)
-        return run(request, out, ending, of_adapters=is_of_adapters)
+        if page is not None and is_of_adapters:
+            what = "a merge of adapters has no plan to measure."
+            raise OptionError(
+                Problem("--report", what, "Leave it out, or merge models with the adapters on them.")
+            )
+        status = run(request, out, ending, of_adapters=is_of_adapters)
+    if page is not None:
+        from raymerge.api import report
+
+        with examining("measuring", out) as show:
+            steps = request.options.steps
+            made = report(request.output, request.options, steps=steps, on_event=show)
+        put_report(made, page, out)
+    return status
 
 
 def _submission(recipe: str, output: str | None, where: Where, flags: Mapping[str, Any]) -> Submission:

@@ -18,6 +18,7 @@ LIMIT, COPY, PEER = "the limit", "cp + sync", f"mergekit {peer.VERSION}"
 DIRECT, BUFFERED = "the limit, direct reads", "the limit, buffered reads"
 INLINE, RAY = "raymerge --inline", "raymerge"
 TIGHT = "raymerge --inline --memory 256MiB"
+REPORT = "raymerge --inline --report"
 ONE, TWO = "raymerge --workers 1 --threads 1", "raymerge --workers 2 --threads 1"
 SCALED = "della"
 """The merge of those two: what it computes takes several times as long as what it reads and writes."""
@@ -82,6 +83,8 @@ def warm_group(yard: Yard, method: str) -> Group:
         programs.append(Program(RAY, submit(path, *yard.options)))
     if method == "linear":
         programs.append(Program(TIGHT, submit(path, "--inline", "--memory", "256MiB")))
+        with_report = submit(path, "--inline", "--report", str(yard.root / "report.html"), *yard.options)
+        programs.append(Program(REPORT, with_report))
     if method == SCALED:
         # By itself a worker computes with as many threads as there are cores for it: one would have both.
         for name, workers in ((ONE, "1"), (TWO, "2")):
