@@ -37,6 +37,7 @@ _RANDOM = "methods/test_methods_random.py"
 _TRIM = f"methods/test_methods_reduce.py {METHODS}"
 _REFERENCE = "methods/test_methods_reference.py"
 _TIES = "planner/test_planner_ties.py"
+_REPORT = "runtime/test_runtime_report.py"
 _OUTPUT = "execute/test_execute_output.py"
 
 MUTATIONS = (
@@ -487,5 +488,16 @@ MUTATIONS = (
         "if found != here.get(name)}",
         "if found and found != here.get(name)}",
         "diagnosis/test_diagnosis_cluster.py",
+    ),
+    # What a report measures
+    Mutation("verifier/measure.py", "values if name in _UNSCALED else values * scale", "values", _REPORT),
+    Mutation("verifier/measure.py", "deltas = parents - origin", "deltas = parents + origin", _REPORT),
+    Mutation("verifier/measure.py", "elements**2 * (1 - read / elements)", "elements", _REPORT),
+    Mutation("verifier/measure.py", "max(self._first, expert * size)", "self._first", _REPORT),
+    Mutation(
+        "runtime/driver/report_run.py",
+        "if subject.problems and not len(found.measurements):",
+        "if False:",
+        _REPORT,
     ),
 )
