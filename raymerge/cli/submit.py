@@ -83,14 +83,9 @@ def submit(
         )
         where = where_of(profile, target, address)
         place = _place(out, output) or where.profile.output
-        page = None if report is None else page_place(report)
+        page = _page(report, where.target)
         with own_stdout(as_json=as_json) as stdout:
             if TARGETS[where.target]:
-                if page is not None:
-                    what = f"a run of the target {where.target} is elsewhere, and this page would be here."
-                    raise OptionError(
-                        Problem("--report", what, "Give 'raymerge report OUT' when it is done.")
-                    )
                 submission = _submission(recipe, place, where, flags)
                 return _send(submission, where, stdout, detach=detach, dry_run=dry_run)
             if detach:
@@ -109,6 +104,13 @@ def _place(out: str | None, output: str | None) -> str | None:
         what = f"two output places are named, {out} and {output}."
         raise OptionError(Problem("-o", what, "Name one of them."))
     return output or out
+
+
+def _page(report: str | None, target: str) -> Path | None:
+    if report is not None and TARGETS[target]:
+        what = f"a run of the target {target} is elsewhere, and this page would be here."
+        raise OptionError(Problem("--report", what, "Give 'raymerge report OUT' when it is done."))
+    return None if report is None else page_place(report)
 
 
 def _carry_out(request: Request, out: Output, page: Path | None) -> int:
