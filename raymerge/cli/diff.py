@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from raymerge.cli.messages import command
+from raymerge.cli.messages import looking
 from raymerge.cli.options import MODEL_HELP, AllAsJson, ProfileFile, reached
 from raymerge.cli.render.screen import counted, heading, make_table, own_stdout, printable, show_table
 from raymerge.cli.report import page_place, put_report
@@ -30,7 +30,7 @@ _TITLES = (
 )
 
 
-@command
+@looking
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=MODEL_HELP)],
     b: Annotated[str, typer.Argument(metavar="B", help=MODEL_HELP)],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raymerge.cli.messages import command
+from raymerge.cli.messages import looking
 from raymerge.cli.options import ProfileFile
 from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.screen import make_console, own_stdout, show_table
@@ -26,7 +26,7 @@ _MODELS_HELP = "Models or adapters: directories, Hub names or addresses; the bas
 _STDOUT = "-"
 
 
-@command
+@looking
 def init(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help=_MODELS_HELP)],
     *,

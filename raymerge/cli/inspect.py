@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from raymerge.cli.messages import command
+from raymerge.cli.messages import looking
 from raymerge.cli.options import MODEL_HELP, AllAsJson, ProfileFile, reached
 from raymerge.cli.render.screen import counted, heading, named, own_stdout, show_table
 from raymerge.runtime.workers.importing import heavy_imports
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FILES_SHOWN = 8
 
 
-@command
+@looking
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     *,

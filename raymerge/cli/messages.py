@@ -19,12 +19,15 @@ from rich.text import Text
 from raymerge import errors
 from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.screen import make_console, printable, put_json
-from raymerge.storage.retry import OUT_OF_SPACE
+from raymerge.storage.retry import KEPT, OUT_OF_SPACE
 
 P = ParamSpec("P")
 
 STOPPED = 3
 STOPPED_EARLY = "stopped before the end; the same command goes on."
+_LATER = (
+    "The same command may work later, if the place and the way to it (storage: in a --profile) are right."
+)
 _FINAL = frozenset({errors.RecipeError, errors.ProfileError, errors.PlanError, errors.TargetError})
 """Errors of exactly these types depend on recipe, profile and places alone. Others may not recur on another
 machine or a minute later: disk space, GPUs, credentials, sources."""
@@ -88,6 +91,19 @@ def command(verb: Callable[P, int]) -> Callable[P, None]:
         raise typer.Exit(guarded(lambda: verb(*args, **kwargs), as_json=bool(kwargs.get("as_json"))))
 
     return run
+
+
+def looking(verb: Callable[P, int]) -> Callable[P, None]:
+    """``command`` for a verb that only reads: where a server fails, no work was done that is kept."""
+
+    @wraps(verb)
+    def read(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return verb(*args, **kwargs)
+        except errors.TransientError as error:
+            raise errors.TransientError(str(error).replace(KEPT, _LATER)) from error
+
+    return command(read)
 
 
 def failure_of(error: BaseException) -> Failure:

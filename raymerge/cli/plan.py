@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from raymerge.cli.messages import command, show_problems
+from raymerge.cli.messages import looking, show_problems
 from raymerge.cli.options import AllAsJson, Memory, ProfileFile, RecipeFile, planned_options, read_memory
 from raymerge.cli.render.reports import Account, show_accounts
 from raymerge.cli.render.screen import make_console, own_stdout
@@ -47,7 +47,7 @@ def _checked(simulate: list[str] | None) -> list[str] | None:
     return simulate
 
 
-@command
+@looking
 def plan(
     recipe: RecipeFile,
     # An option takes one value, so what follows it comes as further arguments.

@@ -32,9 +32,10 @@ from raymerge.cli.options import given, options_from, planned_options, with_flag
 from raymerge.deploy.profiles import load_profile, parse_profile
 from raymerge.deploy.targets import kubernetes
 from raymerge.deploy.targets.target import Submission
-from raymerge.errors import OptionError, ProfileError
+from raymerge.errors import OptionError, ProfileError, TransientError
 from raymerge.options import USUAL_PATIENCE, RunOptions
 from raymerge.storage import retry
+from raymerge.storage.retry import KEPT
 from raymerge.storage.temporary import OwnDirectory
 
 _RECIPE = """
@@ -366,6 +367,24 @@ def test_a_place_is_reached_by_a_profile_or_by_the_environment(
         known = {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"}
         done = run_command(*command, cwd=tmp_path, env=known)
         assert (done.code, said in done.text) == (0, True), done.text
+
+
+@pytest.mark.parametrize("verb", ["init", "inspect", "diff", "plan"])
+def test_a_verb_that_only_reads_promises_nothing_that_is_kept(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TransientError(f"s3://b: listing failed 8 times. {KEPT}")
+
+    for name in ("suggest_recipe", "inspect", "diff", "plan_for"):
+        monkeypatch.setattr(f"raymerge.api.{name}", fail)
+    write_recipe(tmp_path, yaml.safe_dump(linear("a", "b")))
+    arguments = {"init": ["a", "b"], "inspect": ["a"], "diff": ["a", "b"], "plan": ["recipe.yml"]}[verb]
+    done = run_command(verb, *arguments, cwd=tmp_path, env={"COLUMNS": "1000"})
+    assert done.code == 3
+    assert done.text.startswith(
+        "raymerge: s3://b: listing failed 8 times. The same command may work later, if"
+    )
 
 
 @pytest.mark.parametrize(
