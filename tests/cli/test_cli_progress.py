@@ -8,8 +8,10 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
 from raymerge.cli.messages import failure_of, guarded, show_problems
+from raymerge.cli.next_steps import after_extraction, after_sent
 from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.progress import LiveProgress, PlainProgress, make_progress, summary, view
 from raymerge.cli.render.screen import make_console, make_table, printable, put_json
@@ -342,6 +345,28 @@ def test_json_ends_with_the_same_numbers_and_has_nothing_for_eyes_alone() -> Non
         "summary"
     ].items()  # type: ignore[attr-defined]
     assert not any("summary" in each for each in put[:-1])
+
+
+@pytest.mark.parametrize(
+    ("steps", "verbs"),
+    [
+        (after_sent("run-1", "s3://bucket/out", 0), ["verify s3://bucket/out"] * 2),
+        (after_sent("run-1", "/of/the cluster", 0), ["status run-1"]),
+        (after_sent("run-1", "s3://bucket/out", 3), ["logs run-1"]),
+        (after_extraction("an out", "tuned", "base", 8, 0.5), ["-c", "extract-lora tuned"]),
+        (after_extraction("an out", "tuned", "base", 8, 0.01), ["-c"]),
+    ],
+)
+def test_what_is_next_fits_what_was_made(steps: Iterator[Step], verbs: list[str]) -> None:
+    commands = [shlex.split(step.command) for step in steps]
+    for command, verb in zip(commands, verbs, strict=True):
+        assert " ".join(command[1:]).startswith(verb)
+    for command in commands:
+        if command[0] == "python":
+            compile(command[2], "command", "exec")
+            assert '"an out"' in command[2]
+        elif command[1] == "extract-lora":
+            assert command[-4:] == ["-o", "an out-rank-16", "--rank", "16"]
 
 
 @pytest.mark.parametrize(("columns", "has_comment"), [(80, True), (40, False)])

@@ -47,7 +47,6 @@ def ending(tally: Tally, steps: Sequence[Step]) -> dict[str, Any]:
         "seconds": round(tally.merging_seconds, 3),
         "peak_bytes": tally.peak_bytes,
         "projected_peak": plan.projected_peak if plan is not None else 0,
-        "warnings": tally.num_warnings,
     }
     return {"summary": summary, "next": [asdict(step) for step in steps]}
 
