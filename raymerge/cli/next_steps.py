@@ -45,6 +45,10 @@ def after_extraction(output: str, model: str, base: str, rank: int, error: float
         yield Step(f"raymerge extract-lora {' '.join(names)} --rank {2 * rank}", "keeps more of the change")
 
 
+def after_rehearsal() -> Iterator[Step]:
+    yield Step(shlex.join(["raymerge", *(each for each in sys.argv[1:] if each != "--dry-run")]), "does it")
+
+
 def after_stop(output: str, *, is_begun: bool) -> Iterator[Step]:
     yield Step(shlex.join(["raymerge", *sys.argv[1:]]), "goes on from there")
     if is_begun:

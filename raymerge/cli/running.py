@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from raymerge.cli.adapters import show_combination
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
-from raymerge.cli.next_steps import after_adapter, after_conversion, after_merge, after_stop
+from raymerge.cli.next_steps import after_adapter, after_conversion, after_merge, after_rehearsal, after_stop
 from raymerge.cli.plan import explain_all
 from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.progress import make_progress
@@ -280,6 +280,7 @@ def rehearse(request: Request, out: Output) -> int:
     else:
         what = f"{request.output} can be made{_by_whom(request.options)}"
         out.console.print(f"\ndry run: nothing was written; {what}", soft_wrap=True)
+        show_next(out.console, [*after_rehearsal()])
     return 0
 
 

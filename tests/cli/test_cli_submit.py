@@ -409,7 +409,9 @@ def test_intermediates_are_kept_on_demand_and_used_again(chain_folder: Path) -> 
 def test_a_dry_run_shows_every_merge(chain_folder: Path) -> None:
     text = _submit(chain_folder, "--dry-run").text
     assert all(f"merge {number} of 3" in text for number in (1, 2, 3))
-    assert text.rstrip().endswith("dry run: nothing was written; recipe-merged can be made")
+    told, _, command = text.rstrip().rpartition("\nnext:\n")
+    assert told.endswith("dry run: nothing was written; recipe-merged can be made")
+    assert command.split("  # ")[0].strip() == "raymerge submit recipe.yml --inline"
     event: dict[str, Any] = json.loads(_submit(chain_folder, "--dry-run", "--json").text)
     assert (event["event"], event["place"]) == ("dry_run", "recipe-merged")
     assert [merge["name"] for merge in event["merges"]] == ["left", "right", None]
