@@ -15,7 +15,6 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from raymerge.cli.render.screen import make_console, printable
-from raymerge.documents.fields import closest
 from raymerge.errors import OptionError, Problem
 
 VALUE = "VALUE"
@@ -238,6 +237,9 @@ def _accepting(answers: Answers) -> type[TyperCommand]:
 
 def _misspelt(arguments: Iterable[str], own: set[str], answers: Answers) -> Iterator[Problem]:
     """Options that are neither ours nor mergekit's, but almost mergekit's."""
+    # Here and not above: it takes pydantic, which the help does without.
+    from raymerge.documents.fields import closest
+
     for word in arguments:
         name = word.partition("=")[0]
         if name.startswith("--") and name not in ("--", "--help") and name not in own:

@@ -379,7 +379,9 @@ def test_a_verb_that_only_reads_promises_nothing_that_is_kept(
     for name in ("suggest_recipe", "inspect", "diff", "plan_for"):
         monkeypatch.setattr(f"raymerge.api.{name}", fail)
     write_recipe(tmp_path, yaml.safe_dump(linear("a", "b")))
-    arguments = {"init": ["a", "b"], "inspect": ["a"], "diff": ["a", "b"], "plan": ["recipe.yml"]}[verb]
+    arguments = {"init": ["a", "b", "-o", "-"], "inspect": ["a"], "diff": ["a", "b"], "plan": ["recipe.yml"]}[
+        verb
+    ]
     done = run_command(verb, *arguments, cwd=tmp_path, env={"COLUMNS": "1000"})
     assert done.code == 3
     assert done.text.startswith(
