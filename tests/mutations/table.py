@@ -476,6 +476,12 @@ MUTATIONS = (
     Mutation("cli/init.py", "and not force:", "and False:", "cli/test_cli_init.py"),
     # Options of mergekit that would change bytes
     Mutation(
+        "methods/ties.py",
+        "max(math.floor(density * num_elements), int(density > 0))",
+        "math.floor(density * num_elements)",
+        METHODS,
+    ),
+    Mutation(
         "cli/mergekit.py",
         "if problems:\n                raise OptionError(problems)",
         "if False:\n                raise OptionError(problems)",
