@@ -15,13 +15,16 @@ _MUCH = 0.1
 """Of a change, left out by an adapter: more rank may be worth it."""
 
 
-def after_merge(output: str, lead: str = "") -> Iterator[Step]:
+def after_merge(output: str, lead: str = "", *, is_reported: bool = False) -> Iterator[Step]:
     """``lead``: the model whose layout the result has; "" where it is none that anybody can name."""
     place = shlex.quote(output)
+    if not is_reported:
+        yield Step(f"raymerge report {place}", "a page of what the parents change")
     yield Step(f"raymerge verify {place} --level load", "loads it with transformers")
     if lead:
         yield Step(f"raymerge diff {shlex.quote(lead)} {place}", "how far it is from that parent, by role")
-    yield Step(f"raymerge verify {place} --level audit", "recomputes samples from the sources")
+    if is_reported or not lead:
+        yield Step(f"raymerge verify {place} --level audit", "recomputes samples from the sources")
 
 
 def after_conversion(output: str, model: str) -> Iterator[Step]:

@@ -56,6 +56,8 @@ class Request:
     options: RunOptions
     converted: str | None = None
     """The model that ``recipe`` only stores in another format."""
+    is_reported: bool = False
+    """Whether a report follows."""
 
     def __post_init__(self) -> None:
         check_alone(self.output)
@@ -215,7 +217,7 @@ def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, of
             return tuple(after_adapter(request.output))
         if request.converted is not None:
             return tuple(after_conversion(request.output, request.converted))
-        return tuple(after_merge(request.output, watched.lead))
+        return tuple(after_merge(request.output, watched.lead, is_reported=request.is_reported))
 
     remote = is_remote(request.output)
     place = shown(request.output) if remote else os.path.realpath(request.output)

@@ -93,7 +93,8 @@ def submit(
                 remedy = "Drop --detach, and start the command with nohup, in tmux or as a batch job."
                 raise OptionError(Problem("--detach", what, remedy))
             options = shared.options_from(where.profile, flags, address=where.address)
-            request = Request(recipe, recipe, place or default_output(recipe), options)
+            made_at = place or default_output(recipe)
+            request = Request(recipe, recipe, made_at, options, is_reported=page is not None)
             return rehearse(request, stdout) if dry_run else _carry_out(request, stdout, page)
 
     raise typer.Exit(guarded(verb, as_json=as_json, when_final=lambda: give_up(run_name)))

@@ -350,7 +350,10 @@ def test_json_ends_with_the_same_numbers_and_has_nothing_for_eyes_alone() -> Non
 @pytest.mark.parametrize(
     ("steps", "verbs"),
     [
-        (after_sent("run-1", "s3://bucket/out", 0), ["verify s3://bucket/out"] * 2),
+        (
+            after_sent("run-1", "s3://bucket/out", 0),
+            ["report s3://bucket/out", *["verify s3://bucket/out"] * 2],
+        ),
         (after_sent("run-1", "/of/the cluster", 0), ["status run-1"]),
         (after_sent("run-1", "s3://bucket/out", 3), ["logs run-1"]),
         (after_extraction("an out", "tuned", "base", 8, 0.5), ["-c", "extract-lora tuned"]),

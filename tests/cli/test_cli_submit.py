@@ -58,10 +58,10 @@ def test_what_a_command_names_next_works_as_it_stands(folder: Path) -> None:
     converted = _next(
         run_command("convert", "one", "--to", "bf16", "-o", "c", "--inline", "--json", cwd=folder)
     )
-    assert [command[1] for command in merged] == ["verify", "diff", "verify"]
+    assert [command[1] for command in merged] == ["report", "verify", "diff"]
     assert [command[1] for command in converted] == ["diff", "verify", "inspect"]
     for _, *args in (*merged, *converted):
-        extra = ["--inline"] if "audit" in args else []
+        extra = ["--inline"] if "report" in args else []
         ended = run_command(*args, *extra, cwd=folder)
         # Two checkpoints that differ are no error of the command's.
         assert ended.code == (2 if "diff" in args and "my out" in args else 0), ended.text
