@@ -271,10 +271,12 @@ _RATIOS = (
 
 
 def _column(values: Floats) -> pa.Array:
-    flat = pa.array(values.reshape(-1))
-    return (
-        flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
-    )
+    flat, size = pa.array(values.reshape(-1)), int(np.prod(values.shape[1:]))
+    if values.ndim == 1:
+        return flat
+    if not size:  # nothing was measured, so there is no parent
+        return pa.array([[]] * len(values), pa.list_(pa.float64()))
+    return pa.FixedSizeListArray.from_arrays(flat, size)
 
 
 def from_table(table: pa.Table, num_parents: int) -> Measurements:
@@ -287,7 +289,7 @@ def from_table(table: pa.Table, num_parents: int) -> Measurements:
 
 def _flat(column: pa.ChunkedArray) -> Floats:
     array = column.combine_chunks()
-    return np.asarray(array.flatten() if pa.types.is_fixed_size_list(array.type) else array, dtype=np.float64)
+    return np.asarray(array if pa.types.is_floating(array.type) else array.flatten(), dtype=np.float64)
 
 
 def shapes_of(num_parents: int) -> Mapping[str, tuple[int, ...]]:

@@ -201,3 +201,18 @@ def test_a_tensor_of_one_model_alone_has_nothing_to_be_compared_with(tmp_path: P
     made = report(linear(QUICKSTART / "code", dtype="float16"), INLINE)
     assert len(made.measurements) == 0
     assert set(made.skipped or ()) == {"it is made of one model alone, with nothing to compare"}
+    made.save(tmp_path / "numbers.parquet")
+    assert len(Report.load(tmp_path / "numbers.parquet").measurements) == 0
+
+
+def test_the_speed_of_a_stage_and_of_copies_is_told_apart(tmp_path: Path) -> None:
+    prompts = {name: {"source_model": str(QUICKSTART / name), "positive_prompts": [name]} for name in PARENTS}
+    mixture = {"base_model": str(QUICKSTART / "base"), "gate_mode": "cheap_embed", "dtype": "bfloat16"}
+    submit({**mixture, "experts": list(prompts.values())}, tmp_path / "out", INLINE)
+    made = report(tmp_path / "out", INLINE)
+    speeds = {each.stage: each for each in made.speeds}
+    stage = next(name for name in speeds if name.startswith("router rows"))
+    assert speeds[stage].written_bytes > 0
+    assert speeds["copied"].written_bytes > speeds.get("merged", speeds[stage]).written_bytes
+    assert made.nbytes_by_use is not None
+    assert made.nbytes_by_use["copied"] > 3e6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raymerge.errors import CheckpointError, IncompleteError, Problem
-from raymerge.events import OnEvent
+from raymerge.events import OnEvent, StageStarted, UnitDone
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.files_read import SourceFile
@@ -22,7 +22,7 @@ from raymerge.planner.inputs.sources import Prepared, holdings
 from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.finish import record_at
 from raymerge.publish.output_place import steps_directory
-from raymerge.publish.record import NAME, RECORD, Ledger
+from raymerge.publish.record import JOURNAL, NAME, RECORD, Ledger, entries_of
 from raymerge.runtime.driver.audit_run import ExamineWork, examined, locate_sources, slots_and_budget
 from raymerge.runtime.driver.versions import source_files
 from raymerge.runtime.workers.pool import Pool
@@ -47,6 +47,7 @@ class Subject:
     """Unreadable sources by index, with the reason."""
     output: str | None = None
     receipts: Mapping[int, Receipt] = field(default_factory=dict)
+    stages: tuple[Speed, ...] = ()
     problems: tuple[Problem, ...] = ()
     """What the user can change about absent sources."""
 
@@ -71,9 +72,9 @@ def subject_of_output(place: Path | str, sources: Mapping[str, str], steps: str 
             raise CheckpointError(Problem(name, what, remedy))
         plan = load_plan(output / RECORD_PLAN)
         located = locate_sources(plan, output, sources, steps_directory(place, steps))
-        receipts = Ledger.read(output / RECORD / NAME)
+        receipts, stages = Ledger.read(output / RECORD / NAME), _stage_speeds(output / RECORD / JOURNAL)
         found = tuple(located.roots), tuple(located.files), located.absent
-        yield Subject(name, "merge", plan, *found, str(place), receipts, tuple(located.problems))
+        yield Subject(name, "merge", plan, *found, str(place), receipts, stages, tuple(located.problems))
 
 
 class ReportRun:
@@ -116,7 +117,7 @@ class ReportRun:
             measurements=found.measurements,
             routers=found.routers,
             nbytes_by_use=nbytes_by_use(plan),
-            speeds=tuple(_speeds(plan, subject.receipts)),
+            speeds=(*subject.stages, *_segment_speeds(plan, subject.receipts)),
             is_exact=self._is_exact,
             skipped=found.skipped,
             raymerge=version("raymerge"),
@@ -140,7 +141,7 @@ def nbytes_by_use(plan: Plan) -> dict[str, int]:
     return dict(totals)
 
 
-def _speeds(plan: Plan, receipts: Mapping[int, Receipt]) -> Iterator[Speed]:
+def _segment_speeds(plan: Plan, receipts: Mapping[int, Receipt]) -> Iterator[Speed]:
     """Segments that only copy, and those that compute."""
     copies = [each.is_copy for each in plan.expressions]
     expressions = plan["ops"].column("expression").to_pylist()
@@ -153,3 +154,22 @@ def _speeds(plan: Plan, receipts: Mapping[int, Receipt]) -> Iterator[Speed]:
     for kind, own in sorted(by_kind.items()):
         read, written = (sum(getattr(each, name) for each in own) for name in ("read_bytes", "written_bytes"))
         yield Speed(kind, read, written, sum(each.seconds for each in own))
+
+
+def _stage_speeds(journal: Path) -> tuple[Speed, ...]:
+    """What the units of each stage moved, as the journal tells."""
+    units: dict[str, list[Mapping[str, Any]]] = {}
+    title = ""
+    for entry in entries_of(journal.read_bytes()) if journal.is_file() else ():
+        if entry.get("event") == StageStarted.kind():
+            title = str(entry.get("title"))
+        elif entry.get("event") == UnitDone.kind():
+            units.setdefault(title, []).append(entry)
+    return tuple(Speed(stage, *_moved(own)) for stage, own in units.items())
+
+
+def _moved(entries: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    return (sum(each.get(name, 0) for each in entries) for name in _MOVED)
+
+
+_MOVED = ("read_bytes", "written_bytes", "seconds")
