@@ -58,7 +58,6 @@ def _recipe(lines: str) -> str:
     return f"What changes the result is written in the recipe. Leave the option out, and add there:\n{lines}"
 
 
-_SAFETENSORS = "--no-safe-serialization", Answer(remedy="Leave it out: the output is always safetensors.")
 _EVERYWHERE: tuple[_Row, ...] = (
     ("--cuda --gpu-rich --multi-gpu", Answer(("--device", "cuda"))),
     ("--no-cuda", Answer(("--device", "cpu"))),
@@ -80,7 +79,7 @@ _EVERYWHERE: tuple[_Row, ...] = (
     ("--no-write-model-card", Answer(reason="the card is written all the same")),
     _either("clone-tensors", "every tensor has bytes of its own"),
     ("--no-unsafe-truncate-embeddings --no-multi-gpu", Answer(reason="the default")),
-    _SAFETENSORS,
+    ("--no-safe-serialization", Answer(remedy="Leave it out: the output is always safetensors.")),
 )
 
 
@@ -289,7 +288,7 @@ def _advice(arguments: Sequence[str]) -> str:
     name = arguments[0].removeprefix("mergekit-")
     if name in _WITHOUT:
         return f"{_WITHOUT[name]} RECIPE -o OUT ({PAGE})."
-    if name.lower().endswith((".yml", ".yaml")):
+    if name.lower().endswith((".yml", ".yaml")) or os.path.isfile(arguments[0]):
         return f"A recipe is merged by:\n{_command(Former('submit'), arguments)}"
     if (former := _FORMER.get(name)) is None:
         return ""

@@ -65,7 +65,7 @@ def submit(
 ) -> None:
     """Merge, verify and publish. A stopped run goes on by the same command.
 
-    A recipe whose models are adapters gives an adapter."""
+    A recipe whose models are adapters gives an adapter. Options of mergekit are accepted as well."""
 
     def verb() -> int:
         flags = shared.given(

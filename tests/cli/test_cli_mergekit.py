@@ -167,6 +167,11 @@ def test_commands_of_mergekit_are_answered_with_ours(given: str, right: str, tmp
     run_command(*shlex.split(given), cwd=tmp_path).check_refusal(right)
 
 
+def test_a_recipe_of_any_name_is_taken_for_one(tmp_path: Path) -> None:
+    write_recipe(tmp_path, MEAN, "my-recipe")
+    run_command("my-recipe", "out", cwd=tmp_path).check_refusal("raymerge submit my-recipe out")
+
+
 def test_another_word_is_no_command(tmp_path: Path) -> None:
     run_command("submitt", "recipe.yml", cwd=tmp_path).check_refusal("Did you mean 'submit'?")
 
