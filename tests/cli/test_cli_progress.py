@@ -314,12 +314,12 @@ def test_plain_lines_tell_beginning_and_end() -> None:
     ]
 
 
-def test_the_end_tells_memory_against_the_promise_and_what_to_look_at() -> None:
+def test_the_end_tells_memory_against_the_plan_and_what_to_look_at() -> None:
     peaks = (10, 2_000_000, 4_000_000, *[0] * 7)
     made = [SegmentDone(segment, "worker-0", 900, 100, 1000, 0.5, peak) for segment, peak in enumerate(peaks)]
     lost, going_on = WorkerLost("worker-1", "killed", ()), Started(WORKERS, "cpu", 5, 5000)
     lines = _said(PLANNED, going_on, lost, *made[:5], *ENDING, seconds=1)
-    assert "  memory   4.00 MB at most a worker; 5.00 MB promised" in lines
+    assert "  memory   4.00 MB measured, 5.00 MB planned, the most of a worker" in lines
     assert "  look at  1 warning above" in lines
     assert "  read     4.50 kB at 750 B/s; the rest in an earlier run" in lines
     assert "memory  " not in "".join(_said(PLANNED, STARTED, *map(_done, range(10)), *ENDING))

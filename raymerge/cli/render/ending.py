@@ -64,7 +64,7 @@ def summary_rows(tally: Tally, published: events.Published) -> Iterator[tuple[st
         yield "wrote", _moved(tally.written_bytes, tally.merging_seconds)
     if tally.peak_bytes and plan is not None:
         most = format_size(plan.projected_peak)
-        yield "memory", f"{format_size(tally.peak_bytes)} at most a worker; {most} promised"
+        yield "memory", f"{format_size(tally.peak_bytes)} measured, {most} planned, the most of a worker"
     by = f" with {how(started)}" if started is not None else ""
     merging = f", of it {format_duration(tally.merging_seconds)} merging" if tally.merging_seconds else ""
     yield "time", f"{format_duration(published.seconds)}{by}{merging}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import sys
 import time
@@ -23,7 +24,7 @@ _PAGE = '<pre style="line-height: 1.25; white-space: pre; overflow-x: auto">{cod
 
 
 def progress() -> OnEvent:
-    """What to give to ``submit`` and others as ``on_event``, so that one can watch the run.
+    """What to give to ``submit`` or ``merge_adapters`` as ``on_event``, so that one can watch the run.
 
     In a notebook it is a bar below the cell, without widgets; on a terminal a live view; elsewhere a line now
     and then on standard output. It ends with the run, however that ends."""
@@ -32,7 +33,10 @@ def progress() -> OnEvent:
         return NotebookProgress(import_module("IPython.display").display)
     console = make_console(sys.stdout)
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(console, "")
+        live = LiveProgress(console, "")
+        # A terminal whose program ends otherwise gets its cursor back, too.
+        atexit.register(live.close)
+        return live
     return PlainProgress(console, "")
 
 

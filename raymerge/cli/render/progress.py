@@ -137,6 +137,9 @@ class LiveProgress(Progress):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._live.stop()
 
     def __call__(self, event: Event) -> None:
