@@ -132,7 +132,7 @@ EXTRACT = _answers(
 )
 """Options of mergekit-extract-lora."""
 
-_ONE_RULE = "Leave it out: a token whose text the model has not is made by --approximation."
+_ONE_RULE = "Leave it out: the rows of tokens that the model lacks are made by --approximation."
 TRANSPLANT = _answers(
     *_EVERYWHERE,
     _valued("--random-seed", reason="nothing is random"),
@@ -177,6 +177,11 @@ def translate(arguments: Sequence[str], answers: Answers) -> Translation:
     for word, answer, value in _options(arguments, answers):
         if answer is None:
             ours.append(word)
+            continue
+        if answer.takes_value and not value:
+            problems.append(
+                Problem(word, "a value is expected behind it.", "Add it, or leave the option out.")
+            )
             continue
         ours += answer.filled(value)
         if answer.variable:

@@ -138,6 +138,8 @@ def test_all_that_is_refused_is_said_at_once(folder: Path) -> None:
     given = ("--random-seed", "7", "--no-safe-serialization", "--lazy-unpickel", "--lazy")
     outcome = run_command("submit", "recipe.yml", "out", *given, cwd=folder)
     outcome.check_refusal("seed: 7", "always safetensors", "Did you mean '--lazy-unpickle'?")
+    bare = run_command("submit", "recipe.yml", "--out-path", cwd=folder)
+    bare.check_refusal("--out-path: a value is expected")
 
 
 def test_an_option_that_nobody_has_is_an_error_as_before(folder: Path) -> None:
