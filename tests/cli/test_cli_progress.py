@@ -464,6 +464,20 @@ def test_the_live_view_has_a_bar_and_a_line_for_each_worker() -> None:
     assert "warning: worker-1 was lost" in drawn
 
 
+def test_the_live_view_tells_how_long_one_waits() -> None:
+    clock, stream = Clock(), io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    with LiveProgress(console, "out", clock=clock) as progress:
+        progress.refresh()
+        clock.now += 12
+        progress.refresh()
+        assert "Planning and starting the workers, 0:12 so far" in stream.getvalue()
+        for event in MERGE[:4]:
+            progress(event)
+        progress.refresh()
+    assert "publishing, " not in stream.getvalue()
+
+
 def test_the_live_view_names_merge_and_stage_until_the_last_is_done() -> None:
     kept, left = StageKept("order of experts", 2, 2), StepStarted("left", 1, 2)
     drawn = _drawn(

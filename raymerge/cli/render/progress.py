@@ -128,6 +128,7 @@ class LiveProgress(Progress):
     def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, output, clock=clock)
         self._waiting = Spinner("dots", "Planning and starting the workers")
+        self._waits_for, self._waits_since = "", 0.0
         self._live = Live(
             console=console, get_renderable=self._view, refresh_per_second=_REFRESH_PER_SECOND, transient=True
         )
@@ -150,6 +151,12 @@ class LiveProgress(Progress):
             self._live.start()
         self._tell(event)
 
+    def _so_long(self, now: str) -> str:
+        if now != self._waits_for:
+            self._waits_for, self._waits_since = now, self._clock()
+        waited = self._clock() - self._waits_since
+        return f", {format_duration(waited)} so far" if waited >= _QUIET_SECONDS else ""
+
     @property
     def is_live(self) -> bool:
         return self._live.is_started
@@ -160,7 +167,7 @@ class LiveProgress(Progress):
     def _view(self) -> RenderableType:
         now = waiting(self._tally)
         if now:
-            self._waiting.text = Text(printable(now))
+            self._waiting.text = Text(printable(now) + self._so_long(now))
             return self._waiting
         return view(self._tally, self._console)
 
