@@ -235,6 +235,10 @@ def test_of_a_hundred_workers_the_busiest_are_shown_and_the_others_counted() -> 
     assert [line.split()[0] for line in drawn if "computing" in line] == list(names[-12:])
     assert drawn[-1] == "and 88 others: 391.60 kB/s"
     assert len(_screen(tally, 80, lines=16)) <= 16
+    tally.take(_told("worker-7", _in_hand(10**6, 10**6)))
+    mixed = [line for line in _screen(tally, 80) if line.startswith("worker-")]
+    assert len(mixed) == 12
+    assert {len(line) for line in mixed} == {80}
 
 
 def test_a_unit_of_a_stage_is_named_by_its_number() -> None:

@@ -211,11 +211,13 @@ def waiting(tally: Tally) -> str:
 
 def _worker_rows(tally: Tally, console: Console) -> Iterator[RenderableType]:
     """The workers that moved most, and the others in one line."""
-    workers = [(name, worker) for name, worker in tally.workers.items() if not worker.is_lost]
+    # Events change it in another thread.
+    workers = [(name, worker) for name, worker in tuple(tally.workers.items()) if not worker.is_lost]
     most = max(1, min(_MOST_ROWS, console.size.height - _OTHER_LINES))
     busiest = {name for name, _ in sorted(workers, key=lambda each: -each[1].moved_bytes)[:most]}
     shown = [each for each in workers if each[0] in busiest]
-    rows = [_worker_row(name, worker, tally, console.width) for name, worker in shown]
+    widest = max((len(name) for name, _ in shown), default=0)
+    rows = [_worker_row(name.ljust(widest), worker, tally, console.width) for name, worker in shown]
     yield make_table([""] * len(rows[0]) if rows else (), rows, numbers=(len(rows[0]) - 1,) if rows else ())
     others = [worker for name, worker in workers if name not in busiest]
     if others:

@@ -161,7 +161,7 @@ class Tally:
 
     @property
     def _begun_bytes(self) -> int:
-        return self._unit_bytes + sum(worker.begun_bytes for worker in self.workers.values())
+        return self._unit_bytes + sum(worker.begun_bytes for worker in tuple(self.workers.values()))
 
     @property
     def done_bytes(self) -> int:
