@@ -158,6 +158,14 @@ def test_a_page_shows_the_numbers_that_were_measured() -> None:
     assert f"<title>layer 5, mlp: {change:.3g}</title>" in page
 
 
+def test_an_expert_that_differs_is_seen_though_columns_stand_for_several() -> None:
+    report = synthetic_report(Shape(2, experts=1600, parents=1))
+    labels = report.measurements.labels
+    for row in (i for i, each in enumerate(labels) if (each.layer, each.expert) == (1, 1234)):
+        report.measurements.gram[row] *= 1000**2
+    assert re.search(r"<title>layer 1: largest [5-9]\.\d+ near expert 123\d, median 0\.00", make_page(report))
+
+
 def test_hostile_names_become_text_and_nothing_else() -> None:
     part = f"model.layers.0.{HOSTILE}.weight"
     models = [{part: value, **each} for each in (FIRST, SECOND) for value in [np.full((4, 4), 0.1)]]

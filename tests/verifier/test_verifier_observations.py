@@ -10,9 +10,14 @@ from kits.tiny_parents import dense, mean, mixture, tuned, with_layers
 
 from raymerge.verifier.measurements import Report
 from raymerge.verifier.observations import Observation, observations, short_names
+from raymerge.verifier.observations.correspondence import moved_rows
 
 OTHER = dense(7)
 NOISE = np.random.default_rng(0)
+QUERY = "model.layers.3.self_attn.q_proj.weight"
+LARGE = 1e3 * BASE[QUERY]
+BIASES = {f"model.layers.{layer}.self_attn.q_proj.bias": np.full(16, 1e-5) for layer in range(12)}
+TRAINED_BIASES = {name: value * (99 if ".5." in name else 1.01) for name, value in BIASES.items()}
 
 
 def _noise(value: np.ndarray) -> np.ndarray:
@@ -32,6 +37,10 @@ FAULTS = {
         "experts of parent 2 (two) are in another order than those of the base: in layers 0 to 3",
     ),
     "base of one": (make_report(FIRST, OTHER), "parent 2 (two) does not come from the base"),
+    "base, but for one large matrix": (
+        make_report(FIRST | {QUERY: LARGE}, OTHER | {QUERY: LARGE}, base=BASE | {QUERY: LARGE}),
+        "parent 2 (two) does not come from the base",
+    ),
     "base of both": (make_report(OTHER, tuned(OTHER, 1)), "they have another one in common"),
     "bases": (make_report(FIRST, OTHER, base=None), "these two have not the same base"),
     "one of three": (make_report(FIRST, SECOND, OTHER, base=None), "parent 3 (three) has not the same base"),
@@ -43,7 +52,7 @@ FAULTS = {
         "layer 7 of parent 1 (one) or parent 2",
     ),
     "damaged layer of three": (
-        make_report(changed(FIRST, "layers.7.", _noise), SECOND, tuned(BASE, 3, 0.3), base=None),
+        make_report(changed(FIRST, "layers.7.", _noise), SECOND, tuned(BASE, 3, 0.6), base=None),
         "layer 7 of parent 1 (one) is far off",
     ),
     "zeros": (
@@ -78,6 +87,8 @@ SOUND = {
     "heavy": make_report(tuned(BASE, 3, 0.3), FIRST, tuned(BASE, 4, 0.3)),
     "heavy, no base": make_report(tuned(BASE, 3, 0.3), FIRST, base=None),
     "sparse": make_report(tuned(BASE, 1, density=0.02), tuned(BASE, 2, density=0.02)),
+    "one layer trained hard": make_report(changed(FIRST, "layers.11.", lambda each: each * 1.35), SECOND),
+    "a bias trained": make_report(FIRST | TRAINED_BIASES, base=BASE | BIASES),
     "one layer trained": make_report(BASE | changed(BASE, "layers.11.", lambda each: each * 1.1), FIRST),
     "mixtures": make_report(tuned(EXPERTS, 1), tuned(EXPERTS, 2), base=EXPERTS),
     "the base": make_report(FIRST, BASE, merged=mean(FIRST, BASE)),
@@ -114,6 +125,24 @@ def test_experts_that_moved_with_their_neurons_are_known_by_their_router_rows() 
     found = _one(make_report(first, turned, base=EXPERTS, routers=tuple(rows)), "experts_permuted")
     assert "a layer have another's router rows" in found.sentence
     assert "align: experts" in found.remedy
+
+
+def test_experts_that_are_copies_of_one_are_not_in_another_order() -> None:
+    assert moved_rows((0.1, 0.2, 0.9), (2, 2, 2), (0.95, 0.9, 0.9)) == {}
+    assert moved_rows((0.1, 0.2, 0.9), (1, 0, 2), (0.95, 0.9, 0.9)) == {0: 1, 1: 0}
+    copies = tuned(EXPERTS, 1)
+    for place in (0, 1, 2):
+        for word in ("gate", "up", "down"):
+            name = f"model.layers.1.mlp.experts.{{}}.{word}_proj.weight"
+            copies[name.format(place)] = copies[name.format(5)]
+    kinds = {each.kind for each in observations(make_report(copies, tuned(EXPERTS, 2), base=EXPERTS))}
+    assert "experts_permuted" not in kinds
+
+
+def test_parents_with_problems_have_no_notes_beside() -> None:
+    damaged = permuted(tuned(EXPERTS, 2))
+    report = make_report(tuned(EXPERTS, 1), damaged, base=EXPERTS, merged=damaged)
+    assert [each.kind for each in observations(report)] == ["experts_permuted"]
 
 
 def test_experts_of_another_model_are_unlike_but_not_permuted() -> None:

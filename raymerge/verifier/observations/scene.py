@@ -119,7 +119,8 @@ def make_scene(report: Report) -> Scene:
 def _is_stranger(scene: Scene, k: int) -> bool:
     if k == scene.reference or not len(scene.whole):
         return False
-    is_away = not scene.has_base or scene.whole.relative_change[0, k] > FAR
+    # Of most matrices: a few can be much larger than all others.
+    is_away = not scene.has_base or median_of(scene.matrices.relative_change[:, k]) > FAR
     return bool(is_away and scene.kinship[k, scene.reference] < UNRELATED)
 
 
