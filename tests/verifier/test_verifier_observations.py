@@ -159,6 +159,12 @@ def test_a_parent_that_is_the_base_is_named_as_a_note() -> None:
     assert _sentence(report, "is_base") == "Parent 2 (two) is the base: no number differs."
 
 
+def test_of_two_models_that_are_compared_the_second_is_called_b() -> None:
+    report = make_report(swapped(FIRST, {3: 9}), kind="diff")
+    assert _sentence(report, "layers_moved") == "Layers 3 and 9 of B (one) are swapped against A."
+    assert _sentence(make_report(BASE, kind="diff"), "is_base") == "B (one) is A: no number differs."
+
+
 def test_parents_that_oppose_each_other_are_named_with_where() -> None:
     against = {
         name: 2 * BASE[name] - value if "self_attn" in name and ".4." in name else SECOND[name]

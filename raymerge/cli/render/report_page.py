@@ -12,11 +12,11 @@ from jinja2 import Environment, StrictUndefined
 from rich.console import Console
 from rich.text import Text
 
-from raymerge.cli.render.figures import number
+from raymerge.cli.render.figures import number as figure
 from raymerge.cli.render.report_sections import SECTIONS, Subject, colour_of, make_subject, short_count
 from raymerge.cli.render.screen import counted, heading, make_table, printable, show_table
 from raymerge.verifier.measurements import Floats, Report
-from raymerge.verifier.observations import Observation, range_text
+from raymerge.verifier.observations import Observation, range_text, short_names
 
 KINDS = {
     "merge": "Report on a merge",
@@ -37,16 +37,23 @@ def _view(subject: Subject, observations: Sequence[Observation], numbers: str) -
     report = subject.report
     said = [_said(each) for each in observations]
     return {
-        "name": printable(report.name), "kind": KINDS[report.kind], "subtitle": subtitle(report),
+        "name": _name(report), "kind": KINDS[report.kind], "subtitle": subtitle(report),
         "models": _models(subject), "said": said[:_SAID_AT_ONCE], "said_too": said[_SAID_AT_ONCE:],
         "facts": list(_facts(subject)), "sections": [each for make in SECTIONS for each in make(subject)],
         "definitions": _DEFINITIONS, "numbers": numbers, "version": report.raymerge,
     }  # fmt: skip
 
 
+def _name(report: Report) -> str:
+    is_pair = report.kind == "diff" and report.base is not None
+    return printable(
+        " and ".join(short_names((str(report.base), *report.parents))) if is_pair else report.name
+    )
+
+
 def subtitle(report: Report) -> str:
     """The method, and how much was read."""
-    method = f"Method {printable(report.method)}. " if report.method else ""
+    method = f"Method {printable(report.method)}. " if report.method and report.kind != "diff" else ""
     if report.is_exact:
         return f"{method}All numbers of all tensors were read."
     measured = report.measurements.finite()
@@ -63,11 +70,19 @@ def subtitle(report: Report) -> str:
 def _models(subject: Subject) -> list[Mapping[str, str]]:
     report = subject.report
     parents = [
-        {"number": str(k + 1), "name": printable(name), "place": printable(place), "colour": colour_of(k)}
-        for k, (name, place) in enumerate(zip(subject.names, report.parents, strict=True))
+        {"number": number, "name": printable(name), "place": printable(place), "colour": colour_of(k)}
+        for k, (number, name, place) in enumerate(
+            zip(subject.numbers, subject.names, report.parents, strict=True)
+        )
     ]
-    base = "none is named" if report.base is None else printable(report.base)
-    return [*parents, {"number": "B", "name": "base", "place": base, "colour": ""}]
+    place = "none is named" if report.base is None else printable(report.base)
+    base = {
+        "number": "A",
+        "name": printable(short_names((report.base or "",))[0]),
+        "place": place,
+        "colour": "",
+    }
+    return [base, *parents] if report.kind == "diff" else [*parents, base | {"number": "B", "name": "base"}]
 
 
 def _said(each: Observation) -> Mapping[str, str]:
@@ -111,9 +126,9 @@ _PARENTS = 4
 def show_report(console: Console, report: Report, observations: Sequence[Observation], page: Path) -> None:
     """What the numbers say and a small table, for a terminal, and where the page is."""
     subject = make_subject(report)
-    console.print(heading(KINDS[report.kind], note=report.name))
+    console.print(heading(KINDS[report.kind], note=_name(report)))
     console.print(subtitle(report))
-    models = [*zip(subject.labels, report.parents, strict=True), ("base", report.base or "none is named")]
+    models = [(f"{each['number']} {each['name']}", each["place"]) for each in _models(subject)]
     show_table(console, ("", ""), models)
     for each in observations:
         console.print()
@@ -123,11 +138,10 @@ def show_report(console: Console, report: Report, observations: Sequence[Observa
             console.print(make_table(("", ""), [("", each.remedy)]))
     roles = subject.roles
     rows = [
-        [label.role, short_count(size), *map(number, changes[:_PARENTS])]
+        [label.role, short_count(size), *map(figure, changes[:_PARENTS])]
         for label, size, changes in zip(roles.labels, roles.elements, subject.changes(roles), strict=True)
     ]
-    parents = [f"parent {k + 1}" for k in range(len(subject.names))]
-    titles = (subject.measure, "numbers", *parents[:_PARENTS])
+    titles = (subject.measure, "numbers", *(f"of {number}" for number in subject.numbers[:_PARENTS]))
     show_table(console, titles, rows, numbers=range(1, len(titles)))
     console.print(printable(f"\nthe page: {page}"), soft_wrap=True)
 

@@ -50,7 +50,12 @@ class Subject:
 
     @property
     def labels(self) -> list[str]:
-        return [f"{k + 1} {printable(name)}" for k, name in enumerate(self.names)]
+        """Number and name; B and its name, of two models that are compared."""
+        return [f"{number} {printable(name)}" for number, name in zip(self.numbers, self.names, strict=True)]
+
+    @property
+    def numbers(self) -> list[str]:
+        return ["B"] if self.report.kind == "diff" else [str(k + 1) for k in range(len(self.names))]
 
     @property
     def has_base(self) -> bool:
@@ -118,6 +123,7 @@ def _depth(subject: Subject) -> Iterator[Section]:
         title = f"{subject.measure.capitalize()} of the matrices of each layer, on a scale of logarithms"
         drawn = lines(_lines(subject, values), layers, title=title, is_log=True)
         heading = "How far the parents moved" if subject.has_base else "How far the parents are apart"
+        heading = "How far B is from A" if subject.report.kind == "diff" else heading
         text = _MOVED if subject.has_base else _APART
         yield Section("depth", heading, text, as_figure(title, drawn))
 
@@ -316,7 +322,7 @@ def _bytes(subject: Subject) -> Iterator[Section]:
         [printable(use), format_size(size), f"{size / total:.1%}", bar(size / total)]
         for use, size in sorted(sizes.items(), key=lambda item: -item[1])
     ]
-    if rows:
+    if rows and subject.report.kind != "diff":
         table = as_table(["", "bytes", "part", ""], rows, numbers=(1, 2), has_row_headers=True)
         yield Section("bytes", "What became of the sources' bytes", "", table)
 

@@ -52,5 +52,5 @@ def _numbered_once(found: Iterable[Observation], scene: Scene) -> Iterator[Obser
                 sentence = f"{before}{first}{after.replace(met, name)}"
                 known.add(k)
         # A name keeps its own case.
-        is_name = each.sentence.startswith("parent ") and not sentence.startswith("parent ")
+        is_name = any(sentence.startswith(name) for name in scene.names)
         yield replace(each, sentence=sentence if is_name else sentence[0].upper() + sentence[1:])

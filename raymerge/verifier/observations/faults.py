@@ -64,9 +64,10 @@ def _not_of_the_base(scene: Scene) -> Iterator[Observation]:
     else:
         change = range_text(median_of(scene.matrices.relative_change[:, k]) for k in strangers)
         verb = "does" if len(strangers) == 1 else "do"
+        base = scene.base_name
         sentence = (
-            f"{scene.parents(strangers)} {verb} not come from the base: relative change about {change}, "
-            f"and a cosine of the weights with the base's of {cosine}.{_common_base(scene, strangers)}"
+            f"{scene.parents(strangers)} {verb} not come from {base}: relative change about {change}, "
+            f"cosine of the weights with those of {base} {cosine}.{_common_base(scene, strangers)}"
         )
     remedy = (
         "Merge models that were trained from one base, and name that one; the mean of weights that were "

@@ -40,9 +40,11 @@ ENCODING_ERROR, ENCODING_ERROR_4_BIT = 0.06, 0.2
 def _parents_that_are_the_base(scene: Scene) -> Iterator[Observation]:
     for k in sorted(scene.silent):
         yield note(
-            "is_base", sentence=f"{scene.parent(k)} is the base: no number differs{in_what_was_read(scene)}.",
-            remedy="Check its place; as a parent it only draws the result back to the base.", parents=(k,),
-        )  # fmt: skip
+            "is_base",
+            sentence=f"{scene.parent(k)} is {scene.base_name}: no number differs{in_what_was_read(scene)}.",
+            remedy="Check its place; as a parent it only draws the result back to the base.",
+            parents=(k,),
+        )
 
 
 def _layers_that_stand_out(scene: Scene) -> Iterator[Observation]:
@@ -189,7 +191,8 @@ def usual(scene: Scene) -> Observation:
     if not len(scene.whole):
         return note("nothing", sentence="Nothing was measured.")
     changes = changes_of(scene.whole, has_base=scene.has_base)[0, scene.tuned]
-    facts = f"{measure_word(scene)}s {range_text(changes)}" if np.isfinite(changes).any() else ""
+    plural = "s" if len(changes) > 1 else ""
+    facts = f"{measure_word(scene)}{plural} {range_text(changes)}" if np.isfinite(changes).any() else ""
     if scene.has_base and len(scene.tuned) > 1:
         pairs = tuple(np.array(list(combinations(scene.tuned, 2))).T)
         facts += f", cosines of changes {range_text(scene.whole.cosines[0][pairs])}"

@@ -81,7 +81,11 @@ class Scene:
 
     @property
     def reference_name(self) -> str:
-        return "the base" if self.has_base else self.parent(0)
+        return self.base_name if self.has_base else self.parent(0)
+
+    @property
+    def base_name(self) -> str:
+        return "A" if self.report.kind == "diff" else "the base"
 
     @property
     def tuned(self) -> list[int]:
@@ -94,7 +98,8 @@ class Scene:
         return [k for k in self.tuned if k != self.reference]
 
     def parent(self, k: int) -> str:
-        return f"parent {k + 1} ({self.names[k]})"
+        """What a sentence calls it at first; of two models that are compared, the second is B."""
+        return f"{'B' if self.report.kind == 'diff' else f'parent {k + 1}'} ({self.names[k]})"
 
     def parents(self, chosen: Iterable[int]) -> str:
         return joined([self.parent(k) for k in chosen])
