@@ -23,7 +23,8 @@ WIDTH, HEIGHT = 1060, 890
 SAYS = (
     "The top of a report's page: layers 1 and 4 of the third model are swapped, and stand out in a diagram."
 )
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
+SVG = """<svg xmlns="http://www.w3.org/2000/svg"
+ viewBox="0 0 {width} {height}" width="{width}" height="{height}">
 <title>{says}</title>
 <style>{style}</style>
 <foreignObject width="100%" height="100%">

@@ -16,6 +16,7 @@ CODECS = "checkpoints/test_codecs.py"
 QUANTISED = "quantised/test_quantised_merges.py"
 VERIFIER = "verifier/test_verifier_structure.py"
 FINITE = "execute/test_execute_output.py"
+REPORT = "cli/test_cli_report_page.py verifier/test_verifier_observations.py"
 STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
 
 
@@ -457,6 +458,12 @@ MUTATIONS = (
         "if False:",
         VERIFIER,
     ),
+    Mutation("cli/render/report_page.py", "autoescape=True", "autoescape=False", REPORT),
+    Mutation(
+        "verifier/observations/correspondence.py", "(own < _LOST) & (best > _MATCH)", "best > _MATCH", REPORT
+    ),
+    Mutation("verifier/observations/scene.py", "FAR = 0.5", "FAR = 0.2", REPORT),
+    Mutation("verifier/observations/faults.py", "far = is_weight & _far", "far = _far", REPORT),
     Mutation("verifier/structure.py", "and num_files > 1:", "and num_files > 9:", VERIFIER),
     Mutation("verifier/structure.py", "    if current != digest:", "    if not current:", VERIFIER),
     Mutation(
