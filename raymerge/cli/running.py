@@ -19,7 +19,7 @@ from raymerge.cli.next_steps import after_adapter, after_conversion, after_merge
 from raymerge.cli.plan import explain_all
 from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.progress import make_progress
-from raymerge.cli.render.reports import show_accounts, show_routing
+from raymerge.cli.render.reports import has_router, show_accounts, show_routing
 from raymerge.cli.render.screen import Output, counted, make_console
 from raymerge.cli.render.tally import Tally
 from raymerge.errors import AskedError, IncompleteError
@@ -217,7 +217,9 @@ def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, of
             return tuple(after_adapter(request.output))
         if request.converted is not None:
             return tuple(after_conversion(request.output, request.converted))
-        return tuple(after_merge(request.output, watched.lead, is_reported=request.is_reported))
+        # A mixture has other tensors than the model that it was built on.
+        lead = "" if any(has_router(each) for each in watched.reports) else watched.lead
+        return tuple(after_merge(request.output, lead, is_reported=request.is_reported))
 
     remote = is_remote(request.output)
     place = shown(request.output) if remote else os.path.realpath(request.output)

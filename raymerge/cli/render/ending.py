@@ -91,7 +91,10 @@ def show_next(console: Console, steps: Sequence[Step]) -> None:
     console.print("next:", style="bold")
     widest = max((len(step.command) for step in steps if len(step.command) <= _LONG), default=0)
     for step in steps:
-        command = f"  {printable(step.command):{widest}}"
-        fits = len(command) + len(step.does) + 4 <= console.width or not console.is_terminal
-        does = Text(f"{_COMMENT}{step.does}" if fits else "", style="dim")
-        console.print(Text.assemble(command if fits else command.rstrip(), does), soft_wrap=True)
+        line = Text(f"  {printable(step.command)}")
+        for width in (widest, len(step.command)):
+            comment = f"{' ' * (width - len(step.command))}{_COMMENT}{step.does}"
+            if not console.is_terminal or len(line) + len(comment) <= console.width:
+                line.append(comment, style="dim")
+                break
+        console.print(line, soft_wrap=True)

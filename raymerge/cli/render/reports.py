@@ -304,13 +304,18 @@ def encoding_warning(errors: ErrorsAbove) -> str:
     )
 
 
+def has_router(report: StageReport) -> bool:
+    from raymerge.stages.router.results import KIND
+
+    return report.report.get("kind") == KIND
+
+
 def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
     """Print a short table for each stage that made router rows or rows of tokens; other stages have none."""
-    from raymerge.stages.router.results import KIND
     from raymerge.stages.transplant import KIND as ROWS
 
     for each in reports:
-        if each.report.get("kind") == KIND:
+        if has_router(each):
             _show_router(console, each.title, each.report)
         elif each.report.get("kind") == ROWS:
             console.print()
