@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 
+import yaml
+
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.deploy.profiles import Profile
@@ -29,7 +31,7 @@ from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
-from raymerge.planner.suggestion.choice import Kind, Suggestion, arranged, choose
+from raymerge.planner.suggestion.choice import Kind, Suggestion, arranged, choose, variants
 from raymerge.planner.suggestion.models import find_base, read_models
 from raymerge.planner.suggestion.text import write as suggestion_text
 from raymerge.publish.output_place import place_of, steps_directory
@@ -42,7 +44,7 @@ from raymerge.recipes.load import (
     draft_mapping,
     draft_recipes,
     join_drafts,
-    parse_recipe,
+    recipe_from_mapping,
     transplant_recipe,
     with_order_problems,
 )
@@ -453,19 +455,23 @@ def suggest_recipe(
     named = arranged(read_models([parsed_model(str(each)) for each in models], lookup))
     suggestion = choose(named, moe=moe)
     guess = suggestion.guess
+    found: list[Suggestion] = []
     if guess is not None and not guess.is_named and suggestion.kind is not Kind.ADAPTERS:
         base = find_base(guess.name, lookup)
-        with_base = choose(named, moe=moe, base=base)
-        if base is not None and not _suggestion_problems(with_base, lookup):
-            return with_base
-    if problems := _suggestion_problems(suggestion, lookup):
-        raise PlanError(problems)
-    return suggestion
+        found += [] if base is None else variants(choose(named, moe=moe, base=base))
+    problems: tuple[Problem, ...] = ()
+    for each in (*found, *variants(suggestion)):
+        own = _suggestion_problems(each, lookup)
+        if not own:
+            return each
+        problems = own if each is suggestion else problems
+    raise PlanError(problems)
 
 
 def _suggestion_problems(suggestion: Suggestion, lookup: Lookup) -> tuple[Problem, ...]:
     """Problems that a plan of the suggested recipe has, from what is opened already."""
-    recipe = parse_recipe(suggestion_text(suggestion))
+    # As a mapping, so that problems name its fields: nobody sees the lines of a text that is not written.
+    recipe = recipe_from_mapping(yaml.safe_load(suggestion_text(suggestion)))
     if suggestion.kind is Kind.ADAPTERS:
         assert isinstance(recipe, Recipe)
         return plan_adapters(recipe, lookup).plan.problems

@@ -133,6 +133,19 @@ def _base_beside(folder: Path) -> list[str]:
     return _tunes(folder, base="start")
 
 
+def _qwen2(folder: Path) -> list[str]:
+    """Its mixtures have a shared expert."""
+    names = ["tiny-base", "code", "french"]
+    config = {**llama_config(layers=1), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    shapes = llama_shapes(config)
+    for name in list(shapes):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            shapes[name.replace("weight", "bias")] = shapes[name][:1]
+    for name in names:
+        write_checkpoint(folder / name, {key: torch.ones(shape) for key, shape in shapes.items()}, config)
+    return names
+
+
 SCENES: dict[str, tuple[Scene, str, dict[str, Any]]] = {
     "base": (_with_base, "", {"merge_method": "ties", "base_model": "start", "dtype": "bfloat16"}),
     "base that is not named": (_base_beside, "", {"merge_method": "ties", "base_model": "start"}),
@@ -148,6 +161,7 @@ SCENES: dict[str, tuple[Scene, str, dict[str, Any]]] = {
     "model and adapters": (_model_and_adapters, "", {"merge_method": "ties", "base_model": "start"}),
     "models with adapters": (_named_with_adapters, "", {"merge_method": "ties", "base_model": "start"}),
     "mixture": (_with_base, "--moe", {"gate_mode": "router_input", "base_model": "start"}),
+    "shared expert": (_qwen2, "--moe", {"base_model": "tiny-base", "gate_mode": "router_input"}),
     "copies": (lambda folder: _pair(folder)[:1], "--moe", {"gate_mode": "random", "base_model": "code"}),
 }
 

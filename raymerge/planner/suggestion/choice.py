@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from raymerge.errors import PlanError, Problem
@@ -29,6 +29,8 @@ class Suggestion:
     base: NamedModel | None
     guess: BaseGuess | None
     """What is known of a base, also where it cannot be used."""
+    has_shared_expert: bool = False
+    """Whether the base's own feed-forward becomes an expert that every token goes through."""
 
     @property
     def everyone(self) -> tuple[NamedModel, ...]:
@@ -86,6 +88,13 @@ def _mixture(models: Sequence[NamedModel], base: NamedModel | None, guess: BaseG
     rest = tuple(each for each in models if each is not base)
     experts = rest if len(rest) > 1 else tuple(models)
     return Suggestion(Kind.MIXTURE, "router_input", experts, base or models[0], guess)
+
+
+def variants(suggestion: Suggestion) -> tuple[Suggestion, ...]:
+    """The suggestion, and what else may be planned where it cannot: some families of mixtures need a shared
+    expert."""
+    is_built = suggestion.kind is Kind.MIXTURE and suggestion.base is not None
+    return (suggestion, *([replace(suggestion, has_shared_expert=True)] if is_built else []))
 
 
 def _unfit_names(models: Sequence[NamedModel]) -> Iterator[Problem]:

@@ -211,6 +211,8 @@ def _mixture(suggestion: Suggestion) -> Iterator[str]:
         yield from _copies(suggestion.models[0])
     else:
         yield from _routed(suggestion.models)
+    if suggestion.has_shared_expert:
+        yield from _shared(suggestion)
     yield from _stored(suggestion)
 
 
@@ -240,6 +242,16 @@ def _routed(models: Sequence[NamedModel]) -> Iterator[str]:
         yield f"      - {_quoted(f'Replace this by a text that {model.title} is good at.')}"
     yield "# Attention and the rest as the mean of the experts' models (Branch-Train-MiX):"
     yield "#trunk: {merge_method: linear, parameters: {weight: 1}}"
+
+
+def _shared(suggestion: Suggestion) -> Iterator[str]:
+    assert suggestion.base is not None
+    yield "\n# Every token goes through it; the families that these models fit need one."
+    yield "shared_experts:"
+    yield f"  - source_model: {_scalar(suggestion.base)}"
+    if suggestion.method != "random":
+        yield "    positive_prompts:"
+        yield f"      - {_quoted('Replace this by a text of any kind.')}"
 
 
 def _adapters(suggestion: Suggestion) -> Iterator[str]:
