@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kits.measured_arrays import router_rows
-from kits.measured_reports import BASE, EXPERTS, FIRST, SECOND, changed, make_report, permuted, swapped, usual
+from kits.measured_reports import (
+    BASE,
+    EXPERTS,
+    FIRST,
+    SECOND,
+    Shape,
+    changed,
+    make_report,
+    permuted,
+    swapped,
+    synthetic_report,
+    usual,
+)
 from kits.tiny_parents import dense, mean, mixture, tuned, with_layers
 
 from raymerge.verifier.measurements import Report
@@ -123,13 +135,14 @@ def test_experts_that_moved_with_their_neurons_are_known_by_their_router_rows() 
     names = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)]
     rows = [each for layer, name in enumerate(names) for each in router_rows(name, layer, models)]
     found = _one(make_report(first, turned, base=EXPERTS, routers=tuple(rows)), "experts_permuted")
-    assert "a layer have another's router rows" in found.sentence
+    assert "a layer are others" in found.sentence
     assert "align: experts" in found.remedy
 
 
 def test_experts_that_are_copies_of_one_are_not_in_another_order() -> None:
     assert moved_rows((0.1, 0.2, 0.9), (2, 2, 2), (0.95, 0.9, 0.9)) == {}
     assert moved_rows((0.1, 0.2, 0.9), (1, 0, 2), (0.95, 0.9, 0.9)) == {0: 1, 1: 0}
+    assert moved_rows((0.1, 0.2, 0.1, 0.1), (1, 0, 0, 0), (0.95, 0.9, 0.3, 0.3)) == {}
     copies = tuned(EXPERTS, 1)
     for place in (0, 1, 2):
         for word in ("gate", "up", "down"):
@@ -137,6 +150,14 @@ def test_experts_that_are_copies_of_one_are_not_in_another_order() -> None:
             copies[name.format(place)] = copies[name.format(5)]
     kinds = {each.kind for each in observations(make_report(copies, tuned(EXPERTS, 2), base=EXPERTS))}
     assert "experts_permuted" not in kinds
+
+
+def test_hundreds_of_strange_experts_have_no_order_by_chance() -> None:
+    report = synthetic_report(Shape(3, experts=384, parents=1))
+    sketches = report.measurements.sketches
+    sketches[:, 0] = NOISE.standard_normal(sketches[:, 0].shape)
+    report.measurements.gram[:] = report.measurements.base[:, :, None] * 2
+    assert [each.kind for each in observations(report) if each.severity == "problem"] == ["strangers"]
 
 
 def test_parents_with_problems_have_no_notes_beside() -> None:

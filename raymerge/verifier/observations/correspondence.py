@@ -8,7 +8,7 @@ Models are numbered as in ``Measurements.sketches``: the parents, and the base l
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -68,7 +68,7 @@ def moved_experts(measured: Measurements, model: int, reference: int) -> Mapping
     rows = _rows_by(measured, lambda each: (each.stack, each.layer) if each.expert >= 0 else None)
     doubtful = _doubtful(measured, rows, models)
     found = {place[1]: _moved(measured, rows[place], lambda each: each.expert, models) for place in doubtful}
-    return {layer: moved for layer, moved in found.items() if moved and _is_one_to_one(moved)}
+    return {layer: moved for layer, moved in found.items() if moved}
 
 
 def _doubtful(
@@ -81,15 +81,16 @@ def _doubtful(
     return [place for place, indices in rows.items() if not is_like[indices].all()]
 
 
-def moved_rows(own: Iterable[float], nearest: Iterable[int], cosines: Iterable[float]) -> Moved:
+def moved_rows(own: Sequence[float], nearest: Sequence[int], cosines: Sequence[float]) -> Moved:
     """The same of the rows of a router, from their cosines."""
-    rows = enumerate(zip(own, nearest, cosines, strict=True))
-    moved = {row: other for row, (mine, other, best) in rows if mine < _LOST < _MATCH < best and other != row}
-    return moved if _is_one_to_one(moved) else {}
+    places = range(len(own))
+    moved = {row: nearest[row] for row in places if own[row] < _LOST < _MATCH < cosines[row]}
+    return moved if _is_order(moved, sum(each < _LOST for each in own)) else {}
 
 
-def _is_one_to_one(moved: Moved) -> bool:
-    return len(set(moved.values())) == len(moved)
+def _is_order(moved: Moved, num_lost: int) -> bool:
+    """Whether it is another order, and not likeness by chance: most of what is lost is found, each once."""
+    return 2 * len(moved) > num_lost and len(set(moved.values())) == len(moved)
 
 
 def _rows_by(measured: Measurements, key: Callable[[Label], _Place | None]) -> Mapping[_Place, list[int]]:
@@ -118,7 +119,8 @@ def _moved(
     cosines = np.nan_to_num(_cosines(table[models[0]], table[models[1]]), nan=-1.0)
     own, nearest, best = np.diagonal(cosines), cosines.argmax(1), cosines.max(1)
     is_moved = (own < _LOST) & (best > _MATCH)
-    return {places[index]: places[nearest[index]] for index in np.flatnonzero(is_moved)}
+    moved = {places[index]: places[nearest[index]] for index in np.flatnonzero(is_moved)}
+    return moved if _is_order(moved, int((own < _LOST).sum())) else {}
 
 
 def _scaled(sketches: Floats) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raymerge.architectures.rules import Role
 from raymerge.verifier.measurements import Floats, Measurements
-from raymerge.verifier.observations.correspondence import Moved, is_matrix, kind_of, moved_experts, moved_rows
+from raymerge.verifier.observations.correspondence import Moved, is_matrix, kind_of
 from raymerge.verifier.observations.scene import (
     FAR,
     FEWEST,
@@ -112,32 +112,18 @@ def _movement(moved: Moved, where: str, reference: str) -> str:
 
 def _permuted_experts(scene: Scene) -> Iterator[Observation]:
     for k in scene.others:
-        by_router = _moved_router_rows(scene, k)
-        moved = {**moved_experts(scene.measured, k, scene.reference), **by_router}
         elsewhere = {layer for stack in scene.moved.get(k, {}).values() for layer in stack}
-        moved = {layer: each for layer, each in moved.items() if layer not in elsewhere}
-        if not moved:
-            continue
-        count = range_text([len(each) for each in moved.values()])
-        how = "router rows" if by_router else "weights"
-        yield problem(
-            "experts_permuted",
-            sentence=f"the experts of {scene.parent(k)} are in another order than those of "
-            f"{scene.reference_name}: in {layers_text(moved)}, {count} a layer have another's {how}.",
-            remedy="Write align: experts in the recipe (docs/how-to/align-experts.md): as they are, each is "
-            "merged with another.",
-            layers=tuple(sorted(moved)), roles=(str(Role.EXPERT),), parents=(k,),
-        )  # fmt: skip
-
-
-def _moved_router_rows(scene: Scene, k: int) -> Mapping[int, Moved]:
-    pair = {k, -1 if scene.has_base else 0}
-    found = {
-        each.layer: moved_rows(each.own, each.nearest, each.nearest_cosines)
-        for each in scene.report.routers
-        if {each.first, each.second} == pair
-    }
-    return {layer: moved for layer, moved in found.items() if moved}
+        moved = {layer: each for layer, each in scene.permuted[k].items() if layer not in elsewhere}
+        if moved:
+            count = range_text([len(each) for each in moved.values()])
+            yield problem(
+                "experts_permuted",
+                sentence=f"the experts of {scene.parent(k)} are in another order than those of "
+                f"{scene.reference_name}: in {layers_text(moved)}, {count} a layer are others.",
+                remedy="Write align: experts in the recipe (docs/how-to/align-experts.md): as they are, each "
+                "is merged with another.",
+                layers=tuple(sorted(moved)), roles=(str(Role.EXPERT),), parents=(k,),
+            )  # fmt: skip
 
 
 _UNLIKE = "Check whether they were trained anew, and from which model."

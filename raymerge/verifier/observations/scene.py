@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.verifier.measurements import Floats, Measurements, Report
-from raymerge.verifier.observations.correspondence import Moved, is_matrix, moved_layers, related
+from raymerge.verifier.observations.correspondence import (
+    Moved,
+    is_matrix,
+    moved_experts,
+    moved_layers,
+    moved_rows,
+    related,
+)
 
 Severity: TypeAlias = Literal["problem", "note"]
 
@@ -65,6 +72,8 @@ class Scene:
     """Parents that are the base."""
     strangers: frozenset[int]
     """Parents that do not come from the base, or from the first parent where there is none."""
+    permuted: Mapping[int, Mapping[int, Moved]]
+    """Experts in other places, by parent and layer; by router rows, else by the experts themselves."""
     faulty: frozenset[int] = frozenset()
     """Parents of which a problem is known: other numbers of theirs are not worth a note."""
     moved: Mapping[int, Mapping[str, Moved]] = field(default_factory=dict)
@@ -114,15 +123,30 @@ def make_scene(report: Report) -> Scene:
     silent = {k for k in range(count) if report.base and measured.present[:, k].any() and not changed[k]}
     roles = related(measured)
     kinship = np.fmax.reduce([*roles.values(), np.full((count + 1, count + 1), np.nan)])
-    names = short_names(report.parents)
-    scene = Scene(report, measured, whole, matrices, names, roles, kinship, frozenset(silent), frozenset())
+    names, reference = short_names(report.parents), count if report.base is not None else 0
+    permuted = {k: _permuted(report, measured, k, reference) for k in range(count)}
+    scene = Scene(
+        report, measured, whole, matrices, names, roles, kinship, frozenset(silent), frozenset(), permuted
+    )  # fmt: skip
     scene = replace(scene, strangers=frozenset(k for k in range(count) if _is_stranger(scene, k)))
-    moved = {k: moved_layers(measured, k, scene.reference) for k in scene.others}
+    moved = {k: moved_layers(measured, k, reference) for k in scene.others}
     return replace(scene, moved={k: stacks for k, stacks in moved.items() if stacks})
 
 
+def _permuted(report: Report, measured: Measurements, k: int, reference: int) -> Mapping[int, Moved]:
+    pair = {k, -1 if report.base is not None else 0}
+    by_router = {
+        each.layer: moved_rows(each.own, each.nearest, each.nearest_cosines)
+        for each in report.routers
+        if {each.first, each.second} == pair
+    }
+    found = moved_experts(measured, k, reference) if k != reference else {}
+    return {**found, **{layer: moved for layer, moved in by_router.items() if moved}}
+
+
 def _is_stranger(scene: Scene, k: int) -> bool:
-    if k == scene.reference or not len(scene.whole):
+    # Experts that only are in another order are no others.
+    if k == scene.reference or not len(scene.whole) or scene.permuted[k]:
         return False
     # Of most matrices: a few can be much larger than all others.
     is_away = not scene.has_base or median_of(scene.matrices.relative_change[:, k]) > FAR
