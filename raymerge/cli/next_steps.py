@@ -15,15 +15,20 @@ _MUCH = 0.1
 """Of a change, left out by an adapter: more rank may be worth it."""
 
 
-def after_merge(output: str, lead: str = "", *, is_reported: bool = False) -> Iterator[Step]:
-    """``lead``: the model whose layout the result has; "" where it is none that anybody can name."""
+def after_merge(
+    output: str, lead: str = "", *, is_reported: bool = False, num_merged: int = 1
+) -> Iterator[Step]:
+    """``lead``: the model whose layout the result has; "" where it is none that anybody can name or compare.
+    ``num_merged``: tensors that a method made of several; of the others a report has nothing to say."""
     place = shlex.quote(output)
-    if not is_reported:
+    if not num_merged:
+        yield Step(f"raymerge inspect {place}", "what is in it")
+    elif not is_reported:
         yield Step(f"raymerge report {place}", "a page of what the parents change")
     yield Step(f"raymerge verify {place} --level load", "loads it with transformers")
     if lead:
         yield Step(f"raymerge diff {shlex.quote(lead)} {place}", "how far it is from that parent, by role")
-    if is_reported or not lead:
+    else:
         yield Step(f"raymerge verify {place} --level audit", "recomputes samples from the sources")
 
 

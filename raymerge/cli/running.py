@@ -191,6 +191,7 @@ class _Watched:
     """What the events of a run told, as far as it is wanted later."""
 
     lead: str = ""
+    num_merged: int = 0
     is_begun: bool = False
     reports: list[StageReport] = field(default_factory=list)
 
@@ -198,7 +199,7 @@ class _Watched:
         if isinstance(event, StageReport):
             self.reports.append(event)
         if isinstance(event, Planned):
-            self.lead = event.lead
+            self.lead, self.num_merged = event.lead, event.made.get("merged", 0)
         self.is_begun = self.is_begun or isinstance(event, Started | StageStarted)
 
 
@@ -219,7 +220,8 @@ def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, of
             return tuple(after_conversion(request.output, request.converted))
         # A mixture has other tensors than the model that it was built on.
         lead = "" if any(has_router(each) for each in watched.reports) else watched.lead
-        return tuple(after_merge(request.output, lead, is_reported=request.is_reported))
+        reported, merged = request.is_reported, watched.num_merged
+        return tuple(after_merge(request.output, lead, is_reported=reported, num_merged=merged))
 
     remote = is_remote(request.output)
     place = shown(request.output) if remote else os.path.realpath(request.output)

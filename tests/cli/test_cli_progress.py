@@ -22,7 +22,7 @@ from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
 from raymerge.cli.messages import failure_of, guarded, show_problems
-from raymerge.cli.next_steps import after_extraction, after_sent
+from raymerge.cli.next_steps import after_extraction, after_merge, after_sent
 from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.progress import LiveProgress, PlainProgress, make_progress, summary, view
 from raymerge.cli.render.screen import make_console, make_table, printable, put_json
@@ -359,6 +359,11 @@ def test_json_ends_with_the_same_numbers_and_has_nothing_for_eyes_alone() -> Non
             ["report s3://bucket/out", *["verify s3://bucket/out"] * 2],
         ),
         (after_sent("run-1", "/of/the cluster", 0), ["status run-1"]),
+        (
+            after_merge("out", "base", num_merged=0),
+            ["inspect out", "verify out --level load", "diff base out"],
+        ),
+        (after_merge("out", "base", is_reported=True), ["verify out --level load", "diff base out"]),
         (after_sent("run-1", "s3://bucket/out", 3), ["logs run-1"]),
         (after_extraction("an out", "tuned", "base", 8, 0.5), ["-c", "extract-lora tuned"]),
         (after_extraction("an out", "tuned", "base", 8, 0.01), ["-c"]),
