@@ -43,6 +43,8 @@ class Rule(StrEnum):
     """The recipe's modules do not take this module of this source."""
     CONFIG_ONLY = "config_only"
     """The model gives only config, tokenizer and companion files."""
+    MADE_ROWS_OF = "made_rows_of"
+    """Rows for its vocabulary were made of it, in a stage before the merge."""
     ACTIVATION_SCALE = "activation_scale"
     """A scale of inputs, or of cached keys and values: the largest of those that the sources have."""
     ONLY_IN_BASE = "only_in_base"

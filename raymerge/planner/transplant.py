@@ -33,7 +33,6 @@ _PLAIN = (
     "Store it in plain numbers first ('raymerge convert MODEL --to embedding:bf16 --to head:bf16 --to same "
     "-o OUT') and name OUT."
 )
-_NO_ROWS = "Name a donor with weights, or write 'approximation: subword' (or mean), which reads none of its."
 
 
 def transplant_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> tuple[Stage, ...]:
@@ -142,7 +141,8 @@ def _of_models(base: Source, donor: Source) -> Iterator[Problem]:
             what = "it is laid over a model, and rows are made from stored ones."
             yield Problem(source.adapter.name, what, "Merge the adapter into its model first.")
         if source.pair is None or source.pair.embedding not in source.checkpoint.tensors:
-            yield Problem(source.name, "it has no token embedding that is known as such.", _NO_ROWS)
+            what = "it has no token embedding in plain numbers that is known as such."
+            yield Problem(source.name, what, f"Name a model that has one. If it is quantised: {_PLAIN}")
 
 
 def _matrices(base: Source, donor: Source, *, reads_donor: bool) -> Iterator[RowMatrix]:

@@ -43,7 +43,7 @@ def matching_pursuit(
 
     They are chosen one by one by the largest product with what is left, which is then projected anew.
 
-    Correlations are float32, projections float64: Gram-Schmidt twice, whose triangle gives the coefficients.
+    Correlations are float32, projections float64: Gram-Schmidt, whose triangle gives the coefficients.
     An atom that lies in the span of those before it gets the coefficient 0.
 
     ``atoms``: float32 ``[n, width]``; ``targets``: float64 ``[m, width]``. Returns the chosen atoms int64
@@ -59,10 +59,9 @@ def matching_pursuit(
         direction = atoms[chosen[:, step]].double()
         least = direction.norm(dim=1) * _DEPENDENT
         before = basis[:, :step]
-        for _ in range(2):
-            shares = before @ direction[:, :, None]
-            direction = direction - (before.mT @ shares)[:, :, 0]
-            triangle[:, :step, step] += shares[:, :, 0]
+        shares = before @ direction[:, :, None]
+        direction = direction - (before.mT @ shares)[:, :, 0]
+        triangle[:, :step, step] = shares[:, :, 0]
         length = direction.norm(dim=1)
         is_new = length > least
         triangle[:, step, step] = torch.where(is_new, length, 1.0)

@@ -17,6 +17,7 @@ QUANTISED = "quantised/test_quantised_merges.py"
 VERIFIER = "verifier/test_verifier_structure.py"
 FINITE = "execute/test_execute_output.py"
 REPORT = "cli/test_cli_report_page.py verifier/test_verifier_observations.py"
+TRANSPLANT = "transplant/test_transplant.py"
 STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
 
 
@@ -471,6 +472,13 @@ MUTATIONS = (
         "or may_be_added(key):\n            continue",
         "or True:\n            continue",
         VERIFIER,
+    ),
+    # Rows of a transplanted vocabulary
+    Mutation("stages/transplant.py", "left -= products", "left += products", TRANSPLANT),
+    Mutation("stages/transplant.py", "_DEPENDENT = 1e-10", "_DEPENDENT = -1.0", TRANSPLANT),
+    Mutation("planner/tokenizer/matching.py", "if row < base_rows:", "if row >= 0:", TRANSPLANT),
+    Mutation(
+        "planner/transplant.py", "shared = shared[shared < donor_rows]", "shared = shared[:]", TRANSPLANT
     ),
     # What a first recipe takes from strangers, and what it writes over
     Mutation(

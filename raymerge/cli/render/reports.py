@@ -327,7 +327,7 @@ def _row_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "shared tokens", str(report["shared"])
     for name, left in report["left"].items():
         if left is not None:
-            yield name, f"{left:.0%} of the donor's rows is no combination of those of shared tokens"
+            yield name, f"what is combined misses the donor's rows by {left:.0%} of their length"
 
 
 def _show_router(console: Console, title: str, report: Mapping[str, Any]) -> None:

@@ -423,6 +423,17 @@ class InputResolver:
         """Index of the result that has rows for a donor's tokens."""
         return next((store for store, _ in self._transplants.values()), None)
 
+    def is_donor_matrix(self, source: int, name: str) -> bool:
+        """Whether a stage makes rows of this stored tensor."""
+        specs = (prepared.stage.spec for _, prepared in self._transplants.values())
+        matrices = [
+            self.logical[source].find(matrix.donor)
+            for spec in specs
+            if isinstance(spec, TransplantSpec) and spec.donor.index == source
+            for matrix in spec.matrices
+        ]
+        return any(place is not None and place.tensor.name == name for place in matrices)
+
     def transplanted(self, source: int, name: str) -> Mapping[int, ResolvedInput]:
         """The rows that a stage made for a stored tensor of a source, by the index of its result."""
         pair = self.sources[source].pair

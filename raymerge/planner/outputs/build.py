@@ -322,7 +322,7 @@ def _rule_of_unused(context: PlanContext, merged: Collection[int], unused: Unuse
     if not unused.name:
         return None  # That an adapter's tensor has none to go to is said already.
     if source not in merged:
-        return Rule.CONFIG_ONLY
+        return Rule.MADE_ROWS_OF if resolver.is_donor_matrix(source, unused.name) else Rule.CONFIG_ONLY
     if not context.aligner.expects(source, unused.name):
         if not recipe.modules:
             return Rule.OUTSIDE_SLICES
