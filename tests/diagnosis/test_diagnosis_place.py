@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kits.azure_server import AzureServer
+from kits.cloud_http import serving
+from kits.cloud_server import CloudServer
+from kits.google_server import GoogleServer
 from kits.reflink_mount import reflink_mount
 from kits.s3_server import ENVIRONMENT, S3Server, s3_server
 
@@ -101,6 +105,19 @@ def test_credentials_that_are_not_found_are_a_problem_with_the_places_looked_at(
     (check,) = _checks(_place(s3, s3.bucket, requester_pays=True))
     assert check.verdict == "problem"
     assert "there are no credentials. Asked were AWS_ACCESS_KEY_ID" in check.fact
+
+
+@pytest.mark.parametrize("kind", [GoogleServer, AzureServer])
+def test_the_other_stores_answer_or_refuse(kind: type[CloudServer]) -> None:
+    with serving(kind()) as cloud:
+        cloud.put("models/config.json", b"{}")
+        (well,) = _checks(cloud.place("models"))
+        cloud.fail("forbid", times=9)
+        (denied,) = _checks(cloud.place("models"))
+    assert (well.verdict, well.fact.endswith("it holds files")) == ("ok", True)
+    assert denied.verdict == "problem"
+    assert "may not be read with the credentials of this machine" in denied.fact
+    assert cloud.secret not in str([well, denied])
 
 
 def test_a_token_of_the_hub_is_told_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
