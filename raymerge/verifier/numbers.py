@@ -32,13 +32,14 @@ _PRECISION: Mapping[DType, tuple[int, int]] = {
 def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats:
     """Elements of a plain dtype in float64, rounded to float32 unless ``exact``, as merges read them; raises
     ValueError for other dtypes."""
-    if dtype is DType.BF16:
-        words = stored.view("<u2").astype(np.uint32) << np.uint32(16)
-        return words.view(np.float32).astype(np.float64)
-    if dtype not in _PLAIN:
-        raise ValueError(f"{dtype.value} holds no plain numbers")
-    numbers = stored.view(_PLAIN[dtype])
-    with np.errstate(over="ignore"):
+    # A NaN that signals, as in bytes of a damaged file, is a NaN like any other.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype is DType.BF16:
+            words = stored.view("<u2").astype(np.uint32) << np.uint32(16)
+            return words.view(np.float32).astype(np.float64)
+        if dtype not in _PLAIN:
+            raise ValueError(f"{dtype.value} holds no plain numbers")
+        numbers = stored.view(_PLAIN[dtype])
         return np.asarray(numbers if exact else numbers.astype(np.float32), dtype=np.float64)
 
 
