@@ -381,6 +381,29 @@ def test_what_is_next_fits_what_was_made(steps: Iterator[Step], verbs: list[str]
             assert command[-4:] == ["-o", "an out-rank-16", "--rank", "16"]
 
 
+def test_a_command_is_named_as_the_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ``make quickstart`` nobody has activated the environment."""
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "an env" / "raymerge"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [str(program), "submit"])
+    monkeypatch.setenv("PATH", "")
+    steps = [Step("raymerge inspect out", "what is in it"), Step("python -c 'raymerge'", "another")]
+    assert [line.split("  #")[0].strip() for line in _next_shown(steps)] == [
+        "'an env/raymerge' inspect out",
+        "python -c 'raymerge'",
+    ]
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert _next_shown(steps)[0].startswith("  raymerge inspect out")
+
+
+def _next_shown(steps: list[Step]) -> list[str]:
+    stream = io.StringIO()
+    show_next(Console(file=stream, width=80), steps)
+    return stream.getvalue().splitlines()[1:]
+
+
 @pytest.mark.parametrize(("columns", "has_comment"), [(80, True), (40, False)])
 def test_what_to_do_next_can_be_pasted_from_any_screen(columns: int, *, has_comment: bool) -> None:
     command = f"raymerge verify {'x' * 25} --level load"

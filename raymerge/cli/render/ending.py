@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +19,7 @@ from raymerge.cli.render.tally import Tally
 from raymerge.units import format_duration, format_size
 
 _COMMENT = "  # "
+_PROGRAM = "raymerge"
 _LONG = 60
 """Columns of a command that the others are not aligned with."""
 
@@ -84,16 +89,26 @@ def how(started: events.Started | events.StageStarted) -> str:
     return f"{counted(len(started.workers), 'worker')}{each} on {started.device}"
 
 
+def _typed(command: str) -> str:
+    """A command as the shell finds it: by the path of this program if it is not on the search path."""
+    name, _, rest = command.partition(" ")
+    here = sys.argv[0]
+    if name != _PROGRAM or shutil.which(name) or not os.access(here, os.X_OK):
+        return command
+    return f"{shlex.quote(min(here, os.path.relpath(here), key=len))} {rest}"
+
+
 def show_next(console: Console, steps: Sequence[Step]) -> None:
     """Commands are never wrapped, so that they can be pasted; what they do is a comment where it fits."""
     if not steps:
         return
     console.print("next:", style="bold")
-    widest = max((len(step.command) for step in steps if len(step.command) <= _LONG), default=0)
-    for step in steps:
-        line = Text(f"  {printable(step.command)}")
-        for width in (widest, len(step.command)):
-            comment = f"{' ' * (width - len(step.command))}{_COMMENT}{step.does}"
+    commands = [printable(_typed(step.command)) for step in steps]
+    widest = max((len(each) for each in commands if len(each) <= _LONG), default=0)
+    for command, step in zip(commands, steps, strict=True):
+        line = Text(f"  {command}")
+        for width in (widest, len(command)):
+            comment = f"{' ' * (width - len(command))}{_COMMENT}{step.does}"
             if not console.is_terminal or len(line) + len(comment) <= console.width:
                 line.append(comment, style="dim")
                 break

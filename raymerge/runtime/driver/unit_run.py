@@ -28,6 +28,7 @@ from raymerge.publish.shards import costliest_first
 from raymerge.publish.staging import UnitStaging
 from raymerge.runtime.driver.run import STOPPED_AT_ONCE, do_parts
 from raymerge.runtime.driver.versions import check_unchanged, digests_of, source_files
+from raymerge.runtime.workers import pool as pool_module
 from raymerge.runtime.workers.pool import UNIT, Pool, Receipts, Runner
 from raymerge.runtime.workers.sizing import fit_units
 from raymerge.storage.store import Range
@@ -212,6 +213,8 @@ class UnitRun:
     position: tuple[int, int] = (1, 1)
     """Of this work in the submission, from 1, and the number of such works."""
     reported_bytes: int = 0
+    reported_at: float = 0.0
+    """When it was looked last at what the units in hand have read."""
 
     def budget(self, useful: int = 0) -> int:
         """Bytes of memory of a worker, where more than ``useful`` would not help; raises OptionError for a
@@ -329,6 +332,10 @@ class UnitRun:
         )
 
     def _report_progress(self, staging: Path, costs: Sequence[int], done: Collection[int]) -> None:
+        # Workers that answer wake the driver many times a second.
+        if time.monotonic() - self.reported_at < pool_module.TICK_SECONDS:
+            return
+        self.reported_at = time.monotonic()
         in_hand = {unit: nbytes for unit, nbytes in progress_by_unit(staging).items() if unit not in done}
         nbytes = sum(costs[unit] for unit in done) + sum(min(costs[unit], in_hand[unit]) for unit in in_hand)
         if in_hand and nbytes > self.reported_bytes:
