@@ -60,8 +60,9 @@ def screens_of(command: tuple[str, ...]) -> Iterator[pyte.Screen]:
     if child == 0:
         os.chdir(PLACE)
         size = {"COLUMNS": str(COLUMNS), "LINES": str(LINES), "TERM": "xterm-256color"}
-        program = str(Path(sys.executable).with_name(command[0]))
-        os.execve(program, [program, *command[1:]], os.environ | size)
+        programs = Path(sys.executable).parent
+        path = {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
+        os.execve(programs / command[0], [*command], os.environ | size | path)
     try:
         while piece := os.read(terminal, 1 << 16):
             stream.feed(piece)
