@@ -6,6 +6,7 @@ import re
 import struct
 import time
 import zlib
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -27,7 +28,7 @@ from kits.measured_reports import (
     synthetic_report,
     usual,
 )
-from kits.tiny_parents import dense, mean, tuned
+from kits.tiny_parents import Model, dense, mean, tuned
 
 from raymerge.cli.render.report_page import report_page, show_report
 from raymerge.cli.render.screen import make_console
@@ -89,21 +90,21 @@ def mixture_report() -> Report:
 
 
 FAULTS = {
-    "Layers 3 and 9 of parent 2 (two) are swapped": make_report(FIRST, swapped(SECOND, {3: 9})),
-    "Parent 2 (two) does not come from the base": make_report(FIRST, dense(7)),
-    "Layer 7 of parent 1 (one) is far off": make_report(changed(FIRST, "layers.7.", _noise), SECOND),
-    "3 tensors of parent 2 (two) are all zeros": make_report(
+    "Layers 3 and 9 of parent 2 (two) are swapped": lambda: make_report(FIRST, swapped(SECOND, {3: 9})),
+    "Parent 2 (two) does not come from the base": lambda: make_report(FIRST, dense(7)),
+    "Layer 7 of parent 1 (one) is far off": lambda: make_report(changed(FIRST, "layers.7.", _noise), SECOND),
+    "3 tensors of parent 2 (two) are all zeros": lambda: make_report(
         FIRST, changed(SECOND, "layers.7.mlp", np.zeros_like)
     ),
-    "Parent 2 (two) is the base": make_report(FIRST, BASE),
-    "Parent 1 (one) and parent 2 (two) are equal": make_report(FIRST, FIRST),
-    "Nothing unusual": usual(),
+    "Parent 2 (two) is the base": lambda: make_report(FIRST, BASE),
+    "Parent 1 (one) and parent 2 (two) are equal": lambda: make_report(FIRST, FIRST),
+    "Nothing unusual": usual,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", FAULTS)
 def test_the_first_screen_names_a_planted_fault(sentence: str) -> None:
-    assert sentence in first_screen(make_page(FAULTS[sentence]))
+    assert sentence in first_screen(make_page(FAULTS[sentence]()))
 
 
 def test_the_first_screen_names_experts_in_another_order(mixture_report: Report) -> None:
@@ -183,8 +184,11 @@ def test_hostile_names_become_text_and_nothing_else() -> None:
     assert "\x1b" not in page
 
 
-@pytest.mark.parametrize("report", [usual(), make_report(FIRST), make_report(FIRST, SECOND, base=None)])
-def test_a_summary_fits_a_terminal(report: Report) -> None:
+@pytest.mark.parametrize(
+    ("parents", "base"), [((FIRST, SECOND), BASE), ((FIRST,), BASE), ((FIRST, SECOND), None)]
+)
+def test_a_summary_fits_a_terminal(parents: Sequence[Model], base: Model | None) -> None:
+    report = make_report(*parents, base=base)
     stream = StringIO()
     console = make_console(stream)
     console.width = 80
