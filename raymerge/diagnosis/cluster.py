@@ -41,11 +41,13 @@ class ClusterFacts:
     """From the first word to Ray until all were asked."""
 
 
-def ask_nodes(address: str | None, topic: str, *, seconds: float) -> ClusterFacts | tuple[Check, ...]:
+def ask_nodes(
+    address: str | None, topic: str, *, seconds: float, places: Sequence[str] = ()
+) -> ClusterFacts | tuple[Check, ...]:
     """What the nodes say of themselves, or why they cannot be asked; None asks an embedded Ray.
 
     In a process of its own: Ray ends the one that it loses its cluster in, and waits for minutes."""
-    command = [sys.executable, "-m", _QUESTION, *([address] if address is not None else [])]
+    command = [sys.executable, "-m", _QUESTION, address or "", *places]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             answer, error = process.communicate(timeout=seconds)
@@ -88,8 +90,9 @@ def embedded_ray(*, seconds: float) -> Iterator[Check]:
         yield ok("Ray", f"an embedded Ray starts and runs a task, in {found.seconds:.1f} s")
 
 
-def ray_cluster(address: str, *, seconds: float) -> Iterator[Check]:
-    found = ask_nodes(address, "Ray cluster", seconds=seconds)
+def ray_cluster(address: str, places: Sequence[str] = (), *, seconds: float) -> Iterator[Check]:
+    """``places``: directories that every node should have."""
+    found = ask_nodes(address, "Ray cluster", seconds=seconds, places=places)
     yield from nodes(address, found, versions_here()) if isinstance(found, ClusterFacts) else found
 
 
@@ -103,6 +106,11 @@ def nodes(address: str, found: ClusterFacts, here: Mapping[str, str | None]) -> 
         yield problem("Ray cluster", what, "Look at the nodes in Ray's dashboard; no worker starts there.")
     yield from _differing(found.nodes, here)
     for each in found.nodes:
+        for place in each["unseen"]:
+            what = f"it has no directory {place}."
+            yield problem(
+                f"node {each['host']}", what, "Mount it there: workers read and write by this path."
+            )
         if abs(each["skew"]) > _MOST_SKEW:
             what = f"its clock is {abs(each['skew']):.0f} s {'ahead' if each['skew'] > 0 else 'behind'}."
             yield note(f"node {each['host']}", what, "Synchronise the clocks: leases go by them.")

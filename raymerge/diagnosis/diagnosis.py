@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -42,7 +43,8 @@ def _questions(
     own = _HERE if where.target in ("local", "cluster") else _SENDING
     for topic, ask in own:
         yield Question(topic, ask, usual, _REPORT)
-    yield from _of_target(where, environment, usual, of_ray)
+    shared = [each for each in places if os.path.isabs(each)]
+    yield from _of_target(where, shared, environment, usual, of_ray)
     for each in places:
         name = shown(each)
         if is_remote(each):
@@ -56,12 +58,12 @@ def _questions(
 
 
 def _of_target(
-    where: Where, environment: Mapping[str, str], usual: float, of_ray: float
+    where: Where, shared: Sequence[str], environment: Mapping[str, str], usual: float, of_ray: float
 ) -> Iterator[Question]:
     match where.target:
         case "cluster":
             # The process that asks has the time limit, and a little more is left for it to end.
-            ask = partial(cluster.ray_cluster, where.address or "auto", seconds=of_ray)
+            ask = partial(cluster.ray_cluster, where.address or "auto", shared, seconds=of_ray)
             yield Question("Ray cluster", ask, of_ray + usual, _REPORT, is_far=True)
         case "job":
             jobs = partial(cluster.jobs_api, where, environment, versions_here())
@@ -72,5 +74,5 @@ def _of_target(
             asked = partial(cluster.kubernetes, where.profile)
             yield Question("Kubernetes", asked, usual, remedy, is_far=True)
         case _:
-            start = partial(cluster.embedded_ray, seconds=of_ray)
-            yield Question("Ray", start, of_ray + usual, "Give --inline to merge without Ray.")
+            start = partial(cluster.embedded_ray, seconds=2 * of_ray)
+            yield Question("Ray", start, 2 * of_ray + usual, "Give --inline to merge without Ray.")

@@ -33,6 +33,7 @@ def _node(host: str, **changes: Any) -> dict[str, Any]:
         "memory_free": 6 * 10**9,
         "gpu_names": [],
         "skew": 0.0,
+        "unseen": [],
     }
     return {"host": host, "versions": versions, "shared_free": 10**9, **plain, **changes}
 
@@ -67,6 +68,7 @@ def test_nodes_that_are_silent_early_late_or_short_of_shared_memory_are_named() 
         _node("c", skew=-7.5),
         _node("d", shared_free=1 << 20),
         _node("e", skew=4.0),
+        _node("g", unseen=["/mnt"]),
     ]
     checks = [check for check in _told(_node("a"), *odd, silent=("f",)) if check.verdict != "ok"]
     assert [(check.topic, check.verdict, check.fact) for check in checks] == [
@@ -74,6 +76,7 @@ def test_nodes_that_are_silent_early_late_or_short_of_shared_memory_are_named() 
         ("node b", "note", "its clock is 60 s ahead."),
         ("node c", "note", "its clock is 8 s behind."),
         ("node d", "note", "/dev/shm has 1.05 MB free."),
+        ("node g", "problem", "it has no directory /mnt."),
     ]
 
 
@@ -81,6 +84,13 @@ def test_nodes_that_are_silent_early_late_or_short_of_shared_memory_are_named() 
 def test_a_clock_is_off_by_what_no_delay_explains(clock: float, skew: float) -> None:
     found = node_facts._with_skew("a", (1, 0), {"clock": clock}, (100.0, 101.0))
     assert (found["skew"], found["host"], found["cpus"]) == (skew, "a", 1)
+
+
+def test_a_node_tells_of_itself_what_json_can_hold(tmp_path: Path) -> None:
+    found = json.loads(json.dumps(node_facts.facts([str(tmp_path), str(tmp_path / "none")])))
+    assert found["unseen"] == [str(tmp_path / "none")]
+    assert found["versions"] == node_facts.versions_here()
+    assert found["memory"] > found["memory_free"] > 0
 
 
 def test_every_living_node_is_asked_and_the_silent_one_is_told_from_the_others(
@@ -128,8 +138,12 @@ def test_what_the_nodes_say_comes_from_the_process_that_asks(
 ) -> None:
     node = _node("other", versions={**node_facts.versions_here(), "torch": "1.0"})
     answer = json.dumps({"nodes": [node], "silent": [], "seconds": 0.1})
-    _asking(tmp_path, monkeypatch, f"import sys\nprint({answer!r} if sys.argv[1:] == ['head:1'] else '')")
-    problems = [each for each in cluster.ray_cluster("head:1", seconds=20) if each.verdict == "problem"]
+    _asking(
+        tmp_path, monkeypatch, f"import sys\nprint({answer!r} if sys.argv[1:] == ['head:1', '/mnt'] else '')"
+    )
+    problems = [
+        each for each in cluster.ray_cluster("head:1", ["/mnt"], seconds=20) if each.verdict == "problem"
+    ]
     assert [(each.topic, each.fact.split(" where")[0]) for each in problems] == [("node other", "torch 1.0")]
 
 

@@ -20,8 +20,8 @@ COMPARED = ("python", "ray", "torch", "raymerge")
 _SECONDS = 60.0
 
 
-def facts() -> dict[str, Any]:
-    """Versions, memory, GPUs and clock of the machine that this runs on."""
+def facts(places: Sequence[str] = ()) -> dict[str, Any]:
+    """Versions, memory, GPUs and clock of the machine that this runs on, and which directories it lacks."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -32,6 +32,7 @@ def facts() -> dict[str, Any]:
         "memory_free": memory.available,
         "shared_free": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         "gpu_names": _gpu_names(),
+        "unseen": [each for each in places if not os.path.isdir(each)],
         "clock": time.time(),
     }
 
@@ -56,7 +57,7 @@ def _gpu_names() -> list[str]:
         return []
 
 
-def asked(address: str | None) -> dict[str, Any]:
+def asked(address: str | None, places: Sequence[str] = ()) -> dict[str, Any]:
     """The facts of every node, with its CPU slots and GPUs. Raises OptionError: no cluster answers."""
     from raymerge.runtime.workers.ray_environment import RayConnection
     from raymerge.runtime.workers.ray_nodes import Nodes
@@ -66,7 +67,9 @@ def asked(address: str | None) -> dict[str, Any]:
     connection.open()
     try:
         before = time.time()
-        answers = Nodes(connection.ray, is_here=address is None).answers(facts, seconds=_SECONDS)
+        answers = Nodes(connection.ray, is_here=address is None).answers(
+            facts, tuple(places), seconds=_SECONDS
+        )
         told = [
             _with_skew(name, machine, answer, (before, time.time()))
             for name, machine, answer in answers
@@ -88,10 +91,11 @@ def _with_skew(
 
 
 def main(arguments: Sequence[str]) -> int:
+    """``arguments``: the address, "" for an embedded Ray, and directories."""
     from raymerge.errors import UserError
 
     try:
-        found: dict[str, Any] = asked(arguments[0] if arguments else None)
+        found: dict[str, Any] = asked(arguments[0] or None, arguments[1:])
     except UserError as error:
         found = {"problems": [[each.what, each.remedy] for each in error.problems]}
     sys.stdout.write(json.dumps(found) + "\n")

@@ -62,12 +62,12 @@ class Nodes:
         return {node: Sight(names[node], *answers.get(node, silent)) for node in nodes}
 
     def answers(
-        self, question: Callable[[], Any], *, seconds: float
+        self, question: Callable[..., Any], *arguments: Any, seconds: float
     ) -> list[tuple[str, tuple[int, int], Any]]:
         """Name, CPU slots and GPUs, and answer of each node; None where none came in time."""
         alive = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
         names, machines = _distinct(alive), self.machines()
-        found = self._ask(question, list(alive), seconds=seconds)
+        found = self._ask(question, list(alive), *arguments, seconds=seconds)
         sizes = {node: (machine.cores, machine.gpus) for node, machine in machines.items()}
         return [(names[node], sizes.get(node, (0, 0)), found.get(node)) for node in alive]
 
