@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,6 +301,40 @@ def test_blocks_and_resuming_change_no_byte(
     assert again.of(StageStarted)[0].done_units == 3
     whole = transplant(base, donor, tmp_path / "whole", k=K)
     assert digests(tmp_path / "out") == digests(whole)
+
+
+_KILLED = """
+import os, signal, sys
+import raymerge
+from raymerge.events import UnitDone
+from raymerge.stages import transplant
+
+transplant.BLOCK = 64
+done = []
+
+def look(event):
+    if isinstance(event, UnitDone):
+        done.append(event)
+        if len(done) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+recipe = raymerge.transplantation(sys.argv[1], sys.argv[2], k=12)
+raymerge.submit(recipe, sys.argv[3], raymerge.RunOptions(inline=True), on_event=look)
+"""
+
+
+@pytest.mark.slow
+def test_what_was_killed_goes_on(
+    base: Path, donor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [sys.executable, "-c", _KILLED, str(base), str(donor), str(tmp_path / "out")]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(stage, "BLOCK", 64)
+    log = EventLog()
+    raymerge.submit(raymerge.transplantation(base, donor, k=12), tmp_path / "out", INLINE, on_event=log)
+    assert log.of(StageStarted)[0].done_units >= 2
+    assert digests(tmp_path / "out") == digests(transplant(base, donor, tmp_path / "whole", k=12))
 
 
 def _stop_after(count: int) -> Callable[[Event], None]:
