@@ -162,15 +162,24 @@ def files_at(store: ReadStore) -> Sequence[FileInfo]:
     return files
 
 
-def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Checkpoint:
+def open_checkpoint(
+    root: Path | str, name: str, *, pickled: bool = False, needs_weights: bool = True
+) -> Checkpoint:
     """Read the config, index and headers in ``root``; with ``pickled`` also of pickled weights.
+
+    Without ``needs_weights`` a directory may have none.
 
     Raises CheckpointError: with every problem of this checkpoint at once."""
     problems: list[Problem] = []
     with open_store(str(root)) as store:
         files = files_at(store)
         others = unfetched_files(store.location("."), files)
-        weights = attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
+        is_bare = not needs_weights and not _has_weights(files, pickled=pickled)
+        weights = (
+            ((), (), ())
+            if is_bare
+            else attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
+        )
         config = attempt(problems, lambda: _read_config(store, files, pickled=pickled))
         headers = () if weights is None else weights[0]
         tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
@@ -313,9 +322,7 @@ def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) 
     info = next((info for info in files if info.key == CONFIG_FILE), None)
     if info is None:
         # Without weights this is no model, which is said already; that it lacks a config too is no news.
-        kinds = (SAFETENSORS, PICKLES) if pickled else (SAFETENSORS,)
-        has_weights = any(kind.are_in(info.key for info in files) for kind in kinds)
-        if not has_weights or _is_raw_result(store, files):
+        if not _has_weights(files, pickled=pickled) or _is_raw_result(store, files):
             return {}
         what = "is missing: it says what architecture the weights are of."
         raise CheckpointError(Problem(where, what, "Copy it from the place the weights come from."))
@@ -325,6 +332,11 @@ def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) 
         remedy = "Take config.json from the place the weights come from."
         raise CheckpointError(Problem(where, "is not a JSON object with at least one field.", remedy))
     return config
+
+
+def _has_weights(files: Sequence[FileInfo], *, pickled: bool) -> bool:
+    kinds = (SAFETENSORS, PICKLES) if pickled else (SAFETENSORS,)
+    return any(kind.are_in(info.key for info in files) for kind in kinds)
 
 
 def _is_raw_result(store: ReadStore, files: Sequence[FileInfo]) -> bool:

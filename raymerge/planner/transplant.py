@@ -101,7 +101,8 @@ def _pair(recipe: Recipe, block: Tokenizer, sources: Sequence[Source]) -> _Pair:
     merged = dict.fromkeys(reference for _, reference in model_references(recipe))
     base = next(source for source in sources if source.reference in merged)
     donor = next(source for source in sources if source.reference == block.source)
-    problems = [*_of_recipe(recipe, base, donor, num_models=len(merged)), *_of_models(base, donor)]
+    read_rows = (base, donor) if block.approximation == "omp" else (base,)
+    problems = [*_of_recipe(recipe, base, donor, num_models=len(merged)), *_of_models(read_rows)]
     read = []
     for source in (base, donor):
         files = read_tokenizer_of(source)
@@ -135,8 +136,8 @@ def _of_recipe(recipe: Recipe, base: Source, donor: Source, *, num_models: int) 
         yield Problem(recipe.where("tokenizer", "source"), what, "Name the model whose vocabulary is wanted.")
 
 
-def _of_models(base: Source, donor: Source) -> Iterator[Problem]:
-    for source in (base, donor):
+def _of_models(read_rows: Sequence[Source]) -> Iterator[Problem]:
+    for source in read_rows:
         if source.adapter is not None:
             what = "it is laid over a model, and rows are made from stored ones."
             yield Problem(source.adapter.name, what, "Merge the adapter into its model first.")
@@ -149,24 +150,25 @@ def _matrices(base: Source, donor: Source, *, reads_donor: bool) -> Iterator[Row
     """The embedding, and the head where the base has one of its own. A tied donor gives its embedding for
     both."""
     assert base.pair is not None
-    assert donor.pair is not None
-    theirs = donor.pair.head if stores_own_head(donor) else donor.pair.embedding
-    pairs = [(EMBEDDING_ROWS, base.pair.embedding, donor.pair.embedding)]
+    other = donor.pair.embedding if donor.pair is not None else ""
+    theirs = donor.pair.head if donor.pair is not None and stores_own_head(donor) else other
+    pairs = [(EMBEDDING_ROWS, base.pair.embedding, other)]
     if stores_own_head(base):
         pairs.append((HEAD_ROWS, base.pair.head, theirs))
-    for name, own, other in pairs:
+    for name, own, of_donor in pairs:
         yield RowMatrix(
             name,
             logical_name(own, base.rules),
-            logical_name(other, donor.rules) if reads_donor else "",
+            logical_name(of_donor, donor.rules) if reads_donor else "",
             _shape(base, own),
-            _shape(donor, other),
+            _shape(donor, of_donor),
         )
 
 
 def _shape(source: Source, name: str) -> tuple[int, int]:
-    shape = source.checkpoint.tensors[name].shape
-    return (shape[0], shape[1]) if len(shape) == 2 else (shape[0], 0)
+    """(0, 0) where there is no such matrix."""
+    tensor = source.checkpoint.tensors.get(name)
+    return (0, 0) if tensor is None or len(tensor.shape) != 2 else (tensor.shape[0], tensor.shape[1])
 
 
 def _known(files: TokenizerFiles, num_rows: int) -> Ids:

@@ -157,6 +157,17 @@ def test_means_are_of_all_tokens_and_subwords_of_the_own_pieces(
         torch.testing.assert_close(subword[EMBEDDING][number], own[EMBEDDING][pieces].mean(0))
 
 
+def test_a_tokenizer_alone_is_enough_but_for_omp(base: Path, donor: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    shutil.copytree(donor, alone, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    for approximation in ("subword", "mean"):
+        made = transplant(base, alone, tmp_path / approximation, approximation)
+        whole = transplant(base, donor, tmp_path / f"{approximation}-whole", approximation)
+        assert (made / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        assert (made / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+    assert "holds no weights" in _problems(raymerge.transplantation(base, alone))
+
+
 def test_pieces_of_a_metaspace_tokenizer_have_no_space_in_front(
     base: Path, donor: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ from raymerge.errors import (
 )
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.order import AnyRecipe, references
+from raymerge.recipes.schema import Recipe
 from raymerge.storage.addresses import as_path, is_remote, shown
 from raymerge.storage.open import USUAL, Lookup, listed_repository, open_store, resolve_source
 from raymerge.storage.store import ReadStore
@@ -370,7 +371,9 @@ def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> C
 
 
 def raw_problems(recipe: AnyRecipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
-    raw = {reference: checkpoint for reference, checkpoint in opened.items() if checkpoint.is_raw}
+    raw = {
+        each: checkpoint for each, checkpoint in opened.items() if checkpoint.is_raw and checkpoint.tensors
+    }
     model = next((each for each in opened.values() if not each.is_raw), None)
     if not raw:
         return
@@ -435,12 +438,18 @@ Opener = Callable[[ModelReference], Checkpoint]
 
 
 def open_reference(
-    reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL, is_merged: bool = False
+    reference: ModelReference,
+    *,
+    pickled: bool = True,
+    lookup: Lookup = USUAL,
+    is_merged: bool = False,
+    needs_weights: bool = True,
 ) -> Checkpoint:
     """Open the model that a reference names, without its adapter: a directory, Hub name, file or address.
 
     ``pickled`` allows pickled weights where there are no safetensors. ``is_merged``: all its weights are
-    merged, so that a model with others is refused before it is fetched.
+    merged, so that a model with others is refused before it is fetched. ``needs_weights`` is false for a
+    donor of a tokenizer.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read."""
@@ -451,7 +460,7 @@ def open_reference(
     root = resolve_source(reference.path, reference.revision, pickled=pickled, lookup=lookup)
     if is_remote(root) and names_file(ModelReference(root)):
         return open_raw(root, str(reference), revision=None, pickled=pickled)
-    return open_checkpoint(root, str(reference), pickled=pickled)
+    return open_checkpoint(root, str(reference), pickled=pickled, needs_weights=needs_weights)
 
 
 def open_adapter_reference(
@@ -469,7 +478,22 @@ def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
 def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
     merged = {reference for _, reference in model_references(recipe)}
     pickled = pickles_read([recipe])
-    return lambda each: open_reference(each, pickled=pickled, lookup=lookup, is_merged=each in merged)
+    donor = _tokenizer_alone(recipe)
+
+    def open_one(reference: ModelReference) -> Checkpoint:
+        needs = reference != donor or reference in merged
+        is_merged = reference in merged
+        return open_reference(
+            reference, pickled=pickled, lookup=lookup, is_merged=is_merged, needs_weights=needs
+        )
+
+    return open_one
+
+
+def _tokenizer_alone(recipe: AnyRecipe) -> object:
+    """The model of which nothing but the tokenizer is read, or None."""
+    block = recipe.tokenizer if isinstance(recipe, Recipe) else None
+    return None if block is None or block.approximation in (None, "omp") else block.source
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ that were kept in float32 on purpose stay so."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -84,7 +84,7 @@ class OutputEncoding(NamedTuple):
 
 class OutFormats:
     def __init__(
-        self, recipe: Recipe, logical: Sequence[LogicalTensors], main: Sequence[DType], findings: Findings
+        self, recipe: Recipe, logical: Sequence[LogicalTensors], main: Mapping[int, DType], findings: Findings
     ) -> None:
         self._recipe = recipe
         self._logical = logical

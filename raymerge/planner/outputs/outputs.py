@@ -112,7 +112,9 @@ class OutputBuilder:
         self._sources = resolver.sources
         self._logical = resolver.logical
         self._names = [source.name for source in resolver.sources]
-        self._main = [main_dtype(source.checkpoint) for source in resolver.sources]
+        # A donor of a tokenizer may have no tensors.
+        with_tensors = (each for each in resolver.sources if each.checkpoint.tensors)
+        self._main = {source.index: main_dtype(source.checkpoint) for source in with_tensors}
         self._plain = PlainNumbers(resolver.sources, findings)
         self._ops = OpMaker(resolver, self._plain, findings, self.dispositions)
         self.scales = ActivationScales(resolver.sources, self.dispositions)

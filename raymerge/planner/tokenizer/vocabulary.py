@@ -180,20 +180,20 @@ class _Decided:
     known: Mapping[int, Numbering]
     tokens: TokenSet
     sources: RowSources
-    least_rows: int = 0
-    """Rows of the donor of a transplant, which servers compare; 0 for another vocabulary."""
+    least_rows: int | None = None
+    """Rows of the donor of a transplant, which servers compare; None for another vocabulary."""
 
     @property
     def num_rows(self) -> int:
         multiple = self.wish.pad_to_multiple_of or 1
-        return -(-max(self.tokens.num_tokens, self.least_rows) // multiple) * multiple
+        return -(-max(self.tokens.num_tokens, self.least_rows or 0) // multiple) * multiple
 
     @property
     def other_roles(self) -> dict[str, str]:
         """Special tokens by role that the tokenizer beside the config gives another token; all of a
         transplant's."""
         own, roles = self.giver.tokenizer, self.lead.files.roles.items()
-        if self.least_rows:
+        if self.least_rows is not None:
             return dict(roles)
         return {} if own is None else {role: text for role, text in roles if own.roles.get(role) != text}
 
@@ -221,7 +221,12 @@ def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -
     own = giver.tokenizer or decided.known[giver.index].files
     old, roles = texts_by_id(own.tokens), lead.files.roles
     renumbering = Renumbering(
-        old, tokens.ids, decided.num_rows, roles, decided.other_roles, states_all=decided.least_rows > 0
+        old,
+        tokens.ids,
+        decided.num_rows,
+        roles,
+        decided.other_roles,
+        states_all=decided.least_rows is not None,
     )
     config = renumbering.config_changes(giver.config)
     texts = tokens.by_id()
@@ -472,7 +477,7 @@ def _model(resolver: InputResolver, source: Source, *, needs_rows: bool) -> Mode
     )
     if not needs_rows:
         return model
-    if num_rows == 0:
+    if num_rows == 0 and source.checkpoint.tensors:
         what = "it has no token embedding, whose rows a tokenizer could number."
         raise PlanError(Problem(source.name, what, "Leave the tokenizer's keys out of the recipe."))
     own = source.checkpoint.tensors[pair.embedding].shape[0] if pair is not None else num_rows
