@@ -62,10 +62,10 @@ def _row(label: Label, parents: Sequence[Arrays], base: Arrays | None, merged: A
 
 
 def _overlaps(sizes: Floats) -> Floats:
-    """Jaccard index of the fifths with the largest sizes; where sizes are equal the first ones count."""
+    """Jaccard index of the fifths with the largest sizes; of equal ones the first count, 0 never."""
     count = max(1, sizes.shape[1] // 5)
-    chosen = [set(np.argsort(-row, kind="stable")[:count].tolist()) for row in sizes]
-    return np.array([[len(one & other) / len(one | other) for other in chosen] for one in chosen])
+    chosen = [{i for i in np.argsort(-row, kind="stable")[:count].tolist() if row[i]} for row in sizes]
+    return np.array([[len(one & other) / max(1, len(one | other)) for other in chosen] for one in chosen])
 
 
 def router_rows(name: str, layer: int, models: Mapping[int, Arrays]) -> list[RouterRows]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from kits.measured_arrays import router_rows
@@ -236,6 +238,37 @@ def test_changes_below_a_step_of_bfloat16_and_a_mean_of_many_are_noted() -> None
     parents = [tuned(BASE, seed) for seed in range(8)]
     weak = make_report(*parents[:4], merged=mean(*parents, *([BASE] * 4)))
     assert "of the norm of the largest parent's" in _sentence(weak, "shrunk")
+
+
+def test_few_changes_in_other_places_are_noted() -> None:
+    report = make_report(tuned(BASE, 1, density=0.02), tuned(BASE, 2, density=0.02))
+    kinds = [each.kind for each in observations(report)]
+    assert kinds == ["little_overlap", "sparse", "sparse"]
+    assert "changed 1.9% of the base's numbers" in [each.sentence for each in observations(report)][1]
+
+
+def test_a_layer_that_was_trained_much_more_is_a_note() -> None:
+    report = make_report(changed(FIRST, "layers.11.", lambda each: each * 1.35), SECOND)
+    found = _one(report, "layer_stands_out")
+    assert found.sentence.startswith("Layer 11 of parent 1 (one) was changed more than its others")
+    assert (found.layers, found.parents) == ((11,), (0,))
+
+
+@pytest.mark.parametrize(("error", "named"), [(0.026, False), (0.11, True)])
+def test_an_encoding_that_loses_much_is_noted(error: float, named: bool) -> None:
+    report = synthetic_report(Shape(2))
+    errors = report.measurements.encoding_errors
+    errors[:, 0] = errors[:, 1] * error**2
+    labels = [replace(label, stored_as="fp8_block") for label in report.measurements.labels]
+    encoded = replace(report, measurements=replace(report.measurements, labels=tuple(labels)))
+    found = [each.sentence for each in observations(encoded) if each.kind == "encoding_error"]
+    assert (
+        found
+        == [
+            "Encoding as fp8_block changed the merged tensors by 0.11 of their norm; less than 0.06 is usual."
+        ]
+        * named
+    )
 
 
 def test_short_names_are_as_long_as_they_must_be() -> None:

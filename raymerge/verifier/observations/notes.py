@@ -170,8 +170,8 @@ def _encodings(scene: Scene) -> Iterator[Observation]:
         if label.stored_as and error > usual:
             yield note(
                 "encoding_error",
-                sentence=f"{label.stored_as} changed the merged tensors by {error:.2g} of their norm; "
-                f"less than {usual:g} is usual.",
+                sentence=f"encoding as {label.stored_as} changed the merged tensors by {error:.2g} of their "
+                f"norm; less than {usual:g} is usual.",
                 remedy="Keep the worst tensors plain by out_format in the recipe (docs/how-to/convert.md).",
             )  # fmt: skip
 
