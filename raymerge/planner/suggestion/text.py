@@ -193,7 +193,7 @@ def _stored(suggestion: Suggestion) -> Iterator[str]:
         yield "#out_format: bf16"
     elif donor.dtype is not None:
         others = {each.dtype for each in suggestion.everyone} - {donor.dtype}
-        yield f"\n# What {f'{donor.title} is' if others else 'all are'} stored in."
+        yield f"\n# As {f'{donor.title} is' if others else 'all of them are'} stored."
         yield f"dtype: {config_name(donor.dtype)}"
         if not (donor.num_experts or donor.is_raw) and suggestion.kind is Kind.MERGE:
             yield "# Half the size, in FP8:"
@@ -205,6 +205,8 @@ def _mixture(suggestion: Suggestion) -> Iterator[str]:
     yield "# Attention, norms and embeddings come from the base; a model's feed-forward becomes an expert."
     if suggestion.guess is not None and suggestion.guess.name == suggestion.base.name:
         yield f"# {_TRUST[suggestion.guess.trust]} {suggestion.guess.reason}."
+    elif len(suggestion.models) > 1:
+        yield "# The first model, since no base is known."
     yield f"base_model: {_scalar(suggestion.base)}{_fetched(suggestion.base)}"
     yield ""
     if suggestion.method == "random":
