@@ -112,10 +112,10 @@ class TransplantWork:
         self._stage = stage
         self._spec = spec
         self._placed = {tensor.name: tensor for tensor in stage.layout.tensors}
-        self._held: tuple[tuple[str, str], _Made] | None = None
+        self._maker: tuple[tuple[str, str], MeanRows] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}
+        return {**self.__dict__, "_maker": None}
 
     @property
     def num_units(self) -> int:
@@ -123,16 +123,16 @@ class TransplantWork:
 
     def costs(self) -> tuple[int, ...]:
         """Bytes of float32 that each unit is made of, with its part of those that a worker reads once."""
-        costs = []
-        for matrix in self._spec.matrices:
-            shared = _held_nbytes(self._spec, matrix) // self._num_blocks
-            costs += [shared + self._rows_of(block).size * matrix.base_shape[1] * 4 for block in self._blocks]
-        return tuple(costs)
+        return tuple(self._cost(*self._at(number)) for number in range(self.num_units))
+
+    def _cost(self, matrix: RowMatrix, block: int) -> int:
+        shared = _shared_nbytes(self._spec, matrix) // self._num_blocks
+        return shared + self._rows_of(block).size * matrix.base_shape[1] * 4
 
     def least_budget(self) -> int:
         """Bytes for the rows that one matrix's blocks share, and for a batch."""
         return _SLACK_NBYTES + max(
-            _held_nbytes(self._spec, each) + _work_nbytes(self._spec, each) for each in self._spec.matrices
+            _shared_nbytes(self._spec, each) + _work_nbytes(self._spec, each) for each in self._spec.matrices
         )
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
@@ -151,14 +151,14 @@ class TransplantWork:
         is read has NaN or infinity."""
         del budget
         matrix, block = self._at(number)
-        made, read = self._made(matrix, device)
-        places = np.arange(len(self._spec.targets))[self._rows_of(block)]
-        placed, width, cost = self._placed[matrix.name], matrix.base_shape[1] * 4, self.costs()[number]
+        maker, read = self._rows_maker(matrix, device)
+        places = self._rows_of(block)
+        placed, width, cost = self._placed[matrix.name], matrix.base_shape[1] * 4, self._cost(matrix, block)
         left: list[float] = []
         with LocalStore(staging) as store:
             store.create(RESULT_FILE, self._stage.layout.nbytes)
             for begin in range(0, len(places), BATCH):
-                rows, shares = made.rows(places[begin : begin + BATCH])
+                rows, shares = maker.rows(places[begin : begin + BATCH])
                 raw = rows.cpu().float().contiguous().view(-1).view(torch.uint8).numpy().data
                 offset = placed.offset + (int(places[0]) + begin) * width
                 store.write_at(RESULT_FILE, offset, raw)
@@ -166,7 +166,7 @@ class TransplantWork:
                 tell(cost * (begin + len(rows)) // len(places))
             store.sync(RESULT_FILE)
             store.write_atomic(_report_key(number), json.dumps(left).encode())
-        return read + made.nbytes_of(places), len(places) * width
+        return read + maker.nbytes_of(places), len(places) * width
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
         matrix, block = self._at(number)
@@ -201,10 +201,6 @@ class TransplantWork:
     def _num_blocks(self) -> int:
         return -(-len(self._spec.targets) // BLOCK)
 
-    @property
-    def _blocks(self) -> range:
-        return range(self._num_blocks)
-
     def _at(self, number: int) -> tuple[RowMatrix, int]:
         matrix, block = divmod(number, self._num_blocks)
         return self._spec.matrices[matrix], block
@@ -212,24 +208,24 @@ class TransplantWork:
     def _rows_of(self, block: int) -> Rows:
         return np.arange(block * BLOCK, min((block + 1) * BLOCK, len(self._spec.targets)))
 
-    def _made(self, matrix: RowMatrix, device: torch.device) -> tuple[_Made, int]:
+    def _rows_maker(self, matrix: RowMatrix, device: torch.device) -> tuple[MeanRows, int]:
         """What makes a matrix's rows, kept for the next unit, and the bytes read for it now."""
         key = matrix.name, str(device)
-        if self._held is not None and self._held[0] == key:
-            return self._held[1], 0
+        if self._maker is not None and self._maker[0] == key:
+            return self._maker[1], 0
         # Not both at once.
-        self._held = None
-        maker = {"omp": _ByPursuit, "subword": _ByPieces, "mean": _ByMean}[self._spec.approximation]
-        made = maker(self._spec, matrix, device)
-        self._held = key, made
-        return made, made.read_nbytes
+        self._maker = None
+        kinds = {"omp": PursuitRows, "subword": SubwordRows, "mean": MeanRows}
+        maker = kinds[self._spec.approximation](self._spec, matrix, device)
+        self._maker = key, maker
+        return maker, maker.read_nbytes
 
 
 def _report_key(number: int) -> str:
     return f"left-{number}.json"
 
 
-def _held_nbytes(spec: TransplantSpec, matrix: RowMatrix) -> int:
+def _shared_nbytes(spec: TransplantSpec, matrix: RowMatrix) -> int:
     """Bytes of the rows that stay in memory for all blocks of a matrix."""
     width = matrix.base_shape[1]
     if spec.approximation == "omp":
@@ -249,8 +245,8 @@ def _work_nbytes(spec: TransplantSpec, matrix: RowMatrix) -> int:
     return max(reading, pursuit) + rows
 
 
-class _Made:
-    """Makes rows of one matrix on a device."""
+class MeanRows:
+    """Makes rows of one matrix on a device: here the mean of all for every token."""
 
     def __init__(self, spec: TransplantSpec, matrix: RowMatrix, device: torch.device) -> None:
         self.spec = spec
@@ -293,10 +289,7 @@ class _Made:
         return read
 
 
-_ByMean = _Made
-
-
-class _ByPieces(_Made):
+class SubwordRows(MeanRows):
     def __init__(self, spec: TransplantSpec, matrix: RowMatrix, device: torch.device) -> None:
         super().__init__(spec, matrix, device)
         used = sorted({row for pieces in spec.pieces for row in pieces})
@@ -312,7 +305,7 @@ class _ByPieces(_Made):
         return made, []
 
 
-class _ByPursuit(_Made):
+class PursuitRows(MeanRows):
     def __init__(self, spec: TransplantSpec, matrix: RowMatrix, device: torch.device) -> None:
         super().__init__(spec, matrix, device)
         theirs, own = spec.shared
