@@ -24,8 +24,9 @@ _QUESTION = "raymerge.runtime.workers.node_facts"
 _GRACE_SECONDS = 5.0
 _WHERE = (
     "From a node of the cluster give HOST:PORT of its head (often port 6379), or auto; from elsewhere its "
-    "dashboard, --address http://HEAD:8265. To merge here without Ray, give --inline."
+    "dashboard, --address http://HEAD:8265."
 )
+_INLINE = "Give --inline to merge without Ray, in one process."
 _MOST_SHOWN = 8
 _MOST_SKEW = 5.0
 """Seconds between clocks: leases and records go by them."""
@@ -41,9 +42,11 @@ class ClusterFacts:
     """From the first word to Ray until all were asked."""
 
 
-def ask_nodes(
-    address: str | None, topic: str, *, seconds: float, places: Sequence[str] = ()
-) -> ClusterFacts | tuple[Check, ...]:
+Refusals = tuple[tuple[str, str], ...]
+"""What keeps nodes from being asked, each with its remedy; "" for the usual one."""
+
+
+def ask_nodes(address: str | None, places: Sequence[str] = (), *, seconds: float) -> ClusterFacts | Refusals:
     """What the nodes say of themselves, or why they cannot be asked; None asks an embedded Ray.
 
     In a process of its own: Ray ends the one that it loses its cluster in, and waits for minutes."""
@@ -53,21 +56,15 @@ def ask_nodes(
             answer, error = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             _end(process)
-            return (
-                problem(topic, f"{_named(address)}gives no answer within {seconds:.0f} seconds.", _WHERE),
-            )
+            return ((f"Ray gives no answer within {seconds:.0f} seconds.", ""),)
     try:
         found = json.loads(answer.splitlines()[-1])
     except (IndexError, ValueError):
         last = (error.strip().splitlines() or ["it said nothing"])[-1]
-        return (problem(topic, f"{_named(address)}ended the process that asked: {last}", _WHERE),)
+        return ((f"Ray ended the process that asked: {last}", ""),)
     if "problems" in found:
-        return tuple(problem(topic, f"{_named(address)}{what}", remedy) for what, remedy in found["problems"])
+        return tuple((str(what), str(remedy)) for what, remedy in found["problems"])
     return ClusterFacts(tuple(found["nodes"]), tuple(found["silent"]), found["seconds"])
-
-
-def _named(address: str | None) -> str:
-    return "an embedded Ray " if address is None else f"{address}: "
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -79,21 +76,22 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def embedded_ray(*, seconds: float) -> Iterator[Check]:
-    found = ask_nodes(None, "Ray", seconds=seconds)
+    found = ask_nodes(None, seconds=seconds)
     if not isinstance(found, ClusterFacts):
-        yield from found
+        yield from (problem("Ray", what, remedy or _INLINE) for what, remedy in found)
     elif not found.nodes:
-        yield problem(
-            "Ray", "an embedded Ray starts, and runs no task.", "Give --inline to merge without it."
-        )
+        yield problem("Ray", "an embedded Ray starts, and runs no task.", _INLINE)
     else:
         yield ok("Ray", f"an embedded Ray starts and runs a task, in {found.seconds:.1f} s")
 
 
 def ray_cluster(address: str, places: Sequence[str] = (), *, seconds: float) -> Iterator[Check]:
     """``places``: directories that every node should have."""
-    found = ask_nodes(address, "Ray cluster", seconds=seconds, places=places)
-    yield from nodes(address, found, versions_here()) if isinstance(found, ClusterFacts) else found
+    found = ask_nodes(address, places, seconds=seconds)
+    if isinstance(found, ClusterFacts):
+        yield from nodes(address, found, versions_here())
+    else:
+        yield from (problem("Ray cluster", f"{address}: {what}", remedy or _WHERE) for what, remedy in found)
 
 
 def nodes(address: str, found: ClusterFacts, here: Mapping[str, str | None]) -> Iterator[Check]:

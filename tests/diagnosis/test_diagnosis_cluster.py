@@ -115,9 +115,12 @@ def _asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> No
 @pytest.mark.parametrize(
     ("program", "fact"),
     [
-        ("import time; time.sleep(60)", "head:1: gives no answer within 1 seconds."),
+        ("import time; time.sleep(60)", "head:1: Ray gives no answer within 1 seconds."),
         ("import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)", "gives no answer"),
-        ("import sys; sys.exit('the GCS is gone')", "head:1: ended the process that asked: the GCS is gone"),
+        (
+            "import sys; sys.exit('the GCS is gone')",
+            "head:1: Ray ended the process that asked: the GCS is gone",
+        ),
         ("""print('noise\\n{"problems": [["is away.", "Wake it."]]}')""", "head:1: is away."),
     ],
 )
@@ -131,6 +134,24 @@ def test_a_cluster_that_cannot_be_asked_is_a_problem_in_time(
     assert check.verdict == "problem"
     assert fact in check.fact
     assert time.monotonic() - began < 10
+
+
+def test_an_embedded_ray_that_does_not_start_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _asking(tmp_path, monkeypatch, """print('{"problems": [["it does not start.", "Raise the limit."]]}')""")
+    (refused,) = cluster.embedded_ray(seconds=20)
+    _asking(tmp_path, monkeypatch, """print('{"nodes": [], "silent": ["here"], "seconds": 1}')""")
+    (silent,) = cluster.embedded_ray(seconds=20)
+    assert (refused.verdict, refused.fact, refused.remedy) == (
+        "problem",
+        "it does not start.",
+        "Raise the limit.",
+    )
+    assert (silent.verdict, silent.remedy) == (
+        "problem",
+        "Give --inline to merge without Ray, in one process.",
+    )
 
 
 def test_what_the_nodes_say_comes_from_the_process_that_asks(
