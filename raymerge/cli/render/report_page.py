@@ -57,6 +57,8 @@ def subtitle(report: Report) -> str:
     if report.is_exact:
         return f"{method}All numbers of all tensors were read."
     measured = report.measurements.finite()
+    if not len(report.measurements):
+        return method.rstrip()
     part = measured.sampled.sum() / max(1.0, measured.elements.sum())
     error = measured.grouped().standard_error
     of_norms = (
@@ -142,7 +144,11 @@ def show_report(console: Console, report: Report, observations: Sequence[Observa
         for label, size, changes in zip(roles.labels, roles.elements, subject.changes(roles), strict=True)
     ]
     titles = (subject.measure, "numbers", *(f"of {number}" for number in subject.numbers[:_PARENTS]))
-    show_table(console, titles, rows, numbers=range(1, len(titles)))
+    if rows:
+        show_table(console, titles, rows, numbers=range(1, len(titles)))
+    skipped = [(f"{count} not measured:", reason) for reason, count in (report.skipped or {}).items()]
+    if skipped:
+        show_table(console, ("", ""), skipped)
     console.print(printable(f"\nthe page: {page}"), soft_wrap=True)
 
 

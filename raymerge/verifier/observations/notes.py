@@ -189,7 +189,8 @@ def _no_base(scene: Scene) -> Iterator[Observation]:
 
 def usual(scene: Scene) -> Observation:
     if not len(scene.whole):
-        return note("nothing", sentence="Nothing was measured.")
+        what = "Nothing was measured: no tensor is merged from several models."
+        return note("nothing", sentence=what if not scene.report.skipped else "Nothing was measured.")
     changes = changes_of(scene.whole, has_base=scene.has_base)[0, scene.tuned]
     plural = "s" if len(changes) > 1 else ""
     facts = f"{measure_word(scene)}{plural} {range_text(changes)}" if np.isfinite(changes).any() else ""
