@@ -55,7 +55,7 @@ def matching_pursuit(
     chosen = torch.zeros(count, k, dtype=torch.int64, device=targets.device)
     left = targets.clone()
     for step in range(k):
-        chosen[:, step] = _best(atoms, left.float(), chosen[:, :step])
+        chosen[:, step] = _best(atoms, left.float())
         direction = atoms[chosen[:, step]].double()
         least = direction.norm(dim=1) * _DEPENDENT
         before = basis[:, :step]
@@ -73,14 +73,11 @@ def matching_pursuit(
     return chosen, coefficients, left.norm(dim=1) / torch.where(lengths > 0, lengths, 1.0)
 
 
-def _best(atoms: torch.Tensor, left: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The atom with the largest product with each row that is left, but for those already chosen."""
+def _best(atoms: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """The atom with the largest product with each row that is left: none of those already chosen."""
     values, indices = [], []
     for begin in range(0, len(atoms), _ATOMS_AT_ONCE):
         sizes = (left @ atoms[begin : begin + _ATOMS_AT_ONCE].T).abs_()
-        inside = (chosen >= begin) & (chosen < begin + sizes.shape[1])
-        rows, places = inside.nonzero(as_tuple=True)
-        sizes[rows, chosen[rows, places] - begin] = -1.0
         value, index = sizes.max(dim=1)
         values.append(value)
         indices.append(index + begin)

@@ -228,6 +228,28 @@ def test_ids_without_rows_and_rows_without_ids(tmp_path: Path, byte_tokens: Toke
     np.testing.assert_allclose(found[last], pursued_rows(mine, theirs, pairs, last, 4), rtol=1e-4, atol=1e-6)
 
 
+def test_shared_tokens_without_a_row_count_for_nothing(
+    tmp_path: Path, base: Path, byte_tokens: Tokenizer, space_tokens: Tokenizer
+) -> None:
+    """A token that the base has too lies beyond the donor's rows, and the end of a text beyond the base's."""
+    more = Tokenizer.from_str(space_tokens.to_str())
+    more.add_special_tokens([AddedToken("<|pad|>")])
+    donor = write_model(tmp_path / "donor", more, METASPACE, seed=2, hidden=48, spare=-1)
+    found, own, theirs = (
+        read_tensors(each)[EMBEDDING].double().numpy()
+        for each in (transplant(base, donor, tmp_path / "out", k=K), base, donor)
+    )
+    pairs, ids = pairs_of(base, donor), _made(base, donor)
+    assert pairs.pop() == (len(theirs), 1)
+    np.testing.assert_allclose(found[ids], pursued_rows(own, theirs, pairs, ids, K), rtol=1e-4, atol=1e-6)
+    assert (found[-1] == own[1]).all()
+    longer = Tokenizer.from_str(byte_tokens.to_str())
+    longer.add_special_tokens([AddedToken("<end>")])
+    endless = write_model(tmp_path / "endless", longer, {"eos_token": "<end>"}, seed=1, spare=-1)
+    rows = read_tensors(transplant(endless, donor, tmp_path / "mean", "mean"))
+    torch.testing.assert_close(rows[HEAD][2], read_tensors(endless)[HEAD].double().mean(0).float())
+
+
 def test_other_tensors_with_a_row_for_each_token_are_refused(tmp_path: Path, base: Path, donor: Path) -> None:
     tensors = read_tensors(base)
     tensors["lm_head.bias"] = torch.zeros(len(tensors[HEAD]))
