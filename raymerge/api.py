@@ -60,7 +60,7 @@ from raymerge.runtime.driver.run import RunResult
 from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
-from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, shown
+from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_remote, shown
 from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup
 from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
@@ -137,7 +137,8 @@ def report(
     It runs in this process unless the options name several workers or a cluster.
 
     Args:
-        what: a recipe as ``plan`` takes it (a file, if text), else the place of a checkpoint.
+        what: a recipe as ``plan`` takes it (a file, if text; of several merges the last whose models are all
+            there), else the place of a checkpoint.
         is_exact: read every element, and not a sample of each tensor.
         sources: of a checkpoint, present directories of sources by their names in the recipe.
         steps: of a checkpoint, where results in between were kept.
@@ -145,11 +146,19 @@ def report(
     Raises:
         RaymergeError: as ``plan``; CheckpointError: the checkpoint keeps no plan, or its sources are gone."""
     if isinstance(what, str | Path) and not os.path.isfile(what):
-        with subject_of_output(place_of(what, options or RunOptions()), sources, steps) as subject:
+        place = place_of(what, options or RunOptions())
+        if not is_remote(str(place)) and not os.path.isdir(place):
+            problem = "there is nothing here.", "Name a recipe, or a checkpoint that raymerge made."
+            raise CheckpointError(Problem(str(what), *problem))
+        with subject_of_output(place, sources, steps) as subject:
             return _reported(subject, options, is_exact=is_exact, on_event=on_event)
-    merge = plan_for(what, "merged", options)[-1]
-    name = str(what) if isinstance(what, str | Path) else merge.recipe.name or "recipe"
-    return _reported(subject_of_merge(merge, name), options, is_exact=is_exact, on_event=on_event)
+    merges = plan_for(what, "merged", options)
+    # Of several merges the last whose models are all there.
+    merge = next((each for each in reversed(merges) if not each.uses), merges[-1])
+    own = merge.recipe.name if len(merges) > 1 else None
+    name = str(what) if isinstance(what, str | Path) else own or merge.recipe.name or "recipe"
+    subject = subject_of_merge(merge, f"{name}: {own}" if own and own != name else name)
+    return _reported(subject, options, is_exact=is_exact, on_event=on_event)
 
 
 def report_difference(
@@ -160,7 +169,11 @@ def report_difference(
     is_exact: bool = False,
     on_event: OnEvent | None = None,
 ) -> Report:
-    """What ``b`` changes of ``a``: two checkpoints whose tensors agree. Raises as ``report``."""
+    """What ``b`` changes of ``a``: two checkpoints whose tensors agree. Raises as ``report``, and OptionError
+    where both are one place."""
+    if os.path.realpath(a) == os.path.realpath(b):
+        what = f"{shown(str(b))} is A itself, so there is nothing to measure."
+        raise OptionError(Problem("--report", what, "Name two checkpoints."))
     delta = {"model": str(b), "parameters": {"weight": 1.0}}
     recipe = {"merge_method": "task_arithmetic", "base_model": str(a), "models": [delta]}
     merge = plan_for(recipe, "merged", options)[-1]

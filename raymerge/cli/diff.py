@@ -44,7 +44,7 @@ def diff(
     as_json: AllAsJson = False,
 ) -> int:
     """Compare two checkpoints, in whatever files and layouts; the exit code is 0 where they are equal."""
-    page = None if report is None else page_place(report)
+    page = None if report is None else page_place(report, b)
     with heavy_imports():
         from raymerge.api import diff, report_difference
 

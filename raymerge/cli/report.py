@@ -21,11 +21,12 @@ from raymerge.cli.options import (
     read_memory,
     read_sources,
 )
-from raymerge.cli.render.screen import Output, own_stdout
+from raymerge.cli.render.screen import Output, own_stdout, printable
 from raymerge.cli.running import examining
 from raymerge.errors import OptionError, Problem
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
+from raymerge.storage.addresses import is_remote
 
 if TYPE_CHECKING:
     from raymerge.verifier.measurements import Report
@@ -61,7 +62,7 @@ def report(
 
     It reads a sample of every tensor, in this process unless workers are asked for."""
     place = what if os.path.isfile(what) else reached(what, profile)
-    page = page_place(output if output is not None else default_page(what))
+    page = page_place(output if output is not None else default_page(what), place)
     options = RunOptions(workers, read_memory(memory), "cpu", address, inline, threads=threads)
     sources = {name: reached(where, profile) for name, where in read_sources(source)}
     with own_stdout(as_json=as_json) as out:
@@ -75,13 +76,16 @@ def report(
 
 
 def default_page(what: str) -> str:
-    name = os.path.basename(what.rstrip("/")).removesuffix(".yml").removesuffix(".yaml")
-    return f"{name or 'merge'}-report.html"
+    name = (
+        os.path.basename(os.path.realpath(what)) if os.path.exists(what) else what.rstrip("/").split("/")[-1]
+    )
+    return f"{name.removesuffix('.yml').removesuffix('.yaml') or 'merge'}-report.html"
 
 
-def page_place(output: str) -> Path:
+def page_place(output: str, checkpoint: str) -> Path:
     """Where the page goes, checked before anything is read. Raises OptionError."""
     page = Path(output).expanduser()
+    numbers = page.with_suffix(".parquet")
     problem = None
     if not output.lower().endswith(_ENDINGS):
         problem = "the page is HTML.", f"Name it like {page.with_suffix('').name or 'report'}.html."
@@ -89,9 +93,22 @@ def page_place(output: str) -> Path:
         problem = "this is a directory.", "Name a file in it."
     elif not os.access(page.absolute().parent, os.W_OK):
         problem = "its directory is not there, or not writable.", "Make it first, or name another place."
+    elif not is_remote(checkpoint) and page.resolve().is_relative_to(Path(checkpoint).resolve()):
+        problem = "it would lie in the checkpoint, where no such file belongs.", "Name a place beside it."
+    elif numbers.exists() and not _is_of_report(numbers):
+        problem = (
+            f"the numbers would replace {numbers}, which is of no report.",
+            "Give the page another name.",
+        )
     if problem:
         raise OptionError(Problem(output, *problem))
     return page
+
+
+def _is_of_report(numbers: Path) -> bool:
+    from raymerge.verifier.measurements import Report
+
+    return Report.is_at(numbers)
 
 
 def put_report(report: Report, page: Path, out: Output) -> None:
@@ -100,8 +117,12 @@ def put_report(report: Report, page: Path, out: Output) -> None:
     from raymerge.verifier.observations import observations
 
     said, numbers = observations(report), page.with_suffix(".parquet")
-    page.write_text(report_page(report, said, numbers=numbers.name), encoding="utf-8")
-    report.save(numbers)
+    text = report_page(report, said, numbers=printable(numbers.name))
+    # Under other names at first, so that a full disk leaves no half of a page.
+    for place, write in ((numbers, report.save), (page, lambda new: new.write_text(text, encoding="utf-8"))):
+        unfinished = place.with_name(f".{place.name}.part")
+        write(unfinished)
+        unfinished.replace(place)
     if out.as_json:
         lines = [
             {"kind": each.kind, "severity": each.severity, "sentence": each.sentence, "remedy": each.remedy}

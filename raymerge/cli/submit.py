@@ -83,7 +83,8 @@ def submit(
         )
         where = where_of(profile, target, address)
         place = _place(out, output) or where.profile.output
-        page = _page(report, where.target)
+        made_at = place or default_output(recipe)
+        page = _page(report, where.target, made_at)
         with own_stdout(as_json=as_json) as stdout:
             if TARGETS[where.target]:
                 submission = _submission(recipe, place, where, flags)
@@ -93,7 +94,6 @@ def submit(
                 remedy = "Drop --detach, and start the command with nohup, in tmux or as a batch job."
                 raise OptionError(Problem("--detach", what, remedy))
             options = shared.options_from(where.profile, flags, address=where.address)
-            made_at = place or default_output(recipe)
             request = Request(recipe, recipe, made_at, options, is_reported=page is not None)
             return rehearse(request, stdout) if dry_run else _carry_out(request, stdout, page)
 
@@ -107,11 +107,11 @@ def _place(out: str | None, output: str | None) -> str | None:
     return output or out
 
 
-def _page(report: str | None, target: str) -> Path | None:
+def _page(report: str | None, target: str, made_at: str) -> Path | None:
     if report is not None and TARGETS[target]:
         what = f"a run of the target {target} is elsewhere, and this page would be here."
         raise OptionError(Problem("--report", what, "Give 'raymerge report OUT' when it is done."))
-    return None if report is None else page_place(report)
+    return None if report is None else page_place(report, made_at)
 
 
 def _carry_out(request: Request, out: Output, page: Path | None) -> int:

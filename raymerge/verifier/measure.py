@@ -24,7 +24,16 @@ from raymerge.merge_plan.jobs import Input, JobPart, Jobs, OpJob
 from raymerge.merge_plan.plan import Plan
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
-from raymerge.verifier.measurements import ARRAYS, SKETCH, Floats, Label, Measurements, RouterRows, shapes_of
+from raymerge.verifier.measurements import (
+    ARRAYS,
+    SKETCH,
+    Floats,
+    Label,
+    Measurements,
+    RouterRows,
+    shapes_of,
+    shared_sums,
+)
 from raymerge.verifier.stored import Reader, as_input, elements_of, sources_of
 
 _SAMPLE = 1 << 14
@@ -33,13 +42,15 @@ _LEAST = 1 << 11
 """Elements that are read of one expert at least."""
 _RUNS = 8
 """Runs that a sample is read in: enough to tell how much it may be off, few enough for an object store."""
-_CHUNK = 1 << 18
-"""Elements at once where all are read."""
+_CHUNK = _SAMPLE
+"""Elements at once where all are read: as many whatever the memory, as sums hang on them."""
 _LARGEST_SHARE = 5
 """Of the elements with the largest changes every fifth counts for the overlap."""
 _BF16_BITS = 8
-_ELEMENT_BYTES = 8 * 16
+_ELEMENT_BYTES = 8 * 10
 """Bytes of memory for an element of an input: in float64, and what is computed of it."""
+_LARGEST = "largest"
+"""What makes scales of activations: no tensors of parents."""
 BASE = -1
 """Stands for the base among the models of a router's rows."""
 _SIGNS = np.random.default_rng(0).choice((-1.0, 1.0), _CHUNK)
@@ -73,6 +84,7 @@ class Measurer:
         self._jobs = Jobs(spec.plan)
         self._describe = describer(spec.plan)
         self._num_experts = _num_experts(spec.plan, self._describe)
+        self._owners = owners(spec.plan)
         self._aborted = threading.Event()
 
     def abort(self) -> None:
@@ -88,7 +100,9 @@ class Measurer:
         for op in self._jobs.ops(segment):
             if self._aborted.is_set():
                 raise IncompleteError("stopped in the middle of a segment. The same command begins anew.")
-            if op.expression.is_copy or op.expression.is_constant or not op.num_elements:
+            if op.expression.is_copy or op.expression.is_unread or not op.num_elements:
+                continue
+            if op.expression.method == _LARGEST:
                 continue
             reason = self._lack(op)
             if reason:
@@ -96,7 +110,7 @@ class Measurer:
                 continue
             try:
                 for number, part in enumerate(op.parts):
-                    own = _Part(op, part, reader, self._output, self._spec)
+                    own = _Part(op, part, reader, self._output, self._owners)
                     place, num_fused = {"op": op.index, "part": number}, self._num_fused(part)
                     rows += [
                         {**place, **each} for each in own.rows(num_fused, self._sampled(part, num_fused))
@@ -114,7 +128,7 @@ class Measurer:
             return absent
         if not op.expression.has_base and all(len(part.inputs) < 2 for part in op.parts):
             return "it is made of one model alone, with nothing to compare"
-        held = max(sum(_held(each) for each in part.inputs) for part in op.parts)
+        held = max(map(_held_by, op.parts))
         if held > self._spec.budget:
             return (
                 f"it takes {format_size(held)} at once, and a worker may use {format_size(self._spec.budget)}"
@@ -156,6 +170,11 @@ def _num_experts(plan: Plan, describe: Describe) -> int:
     return max((number for number in numbers if number is not None), default=-1) + 1
 
 
+def _held_by(part: JobPart) -> int:
+    own = _CHUNK * _ELEMENT_BYTES * (len(part.inputs) + 1)
+    return own + sum(_held(each) for each in part.inputs)
+
+
 def _held(source: Input) -> int:
     """Bytes of memory beside those of a run."""
     if not isinstance(source, Read) or source.view is None or source.view.is_flat:
@@ -163,19 +182,26 @@ def _held(source: Input) -> int:
     return 8 * (source.nbytes * 8 // source.dtype.bits + source.view.num_elements)
 
 
-def _key_source(source: Input) -> int:
-    """The source that an input stands for; an adapter's where one is laid over a model."""
-    if isinstance(source, Read):
-        return source.source
-    first = source.inputs[0]
-    return first.factors[0].source if first.factors else first.read.source
+def owners(plan: Plan) -> list[int]:
+    """For each source the model that it stands for: itself, or the one that a stage's result is of."""
+    names = [str(each["name"]) for each in plan.manifest["sources"]]
+    models = [number for number, each in enumerate(plan.manifest["sources"]) if "made_by" not in each]
+    found = []
+    for number, name in enumerate(names):
+        of = [model for model in models if name.endswith(f" {names[model]}")]
+        found.append(number if number in models or not of else max(of, key=lambda model: len(names[model])))
+    return found
+
+
+def _source_of(source: Input) -> int:
+    return source.source if isinstance(source, Read) else source.inputs[0].read.source
 
 
 class _Part:
     """One logical tensor of an op, as its inputs and the output have it."""
 
     def __init__(
-        self, op: OpJob, part: JobPart, reader: Reader, output: ReadStore | None, spec: MeasureSpec
+        self, op: OpJob, part: JobPart, reader: Reader, output: ReadStore | None, owner: Sequence[int]
     ) -> None:
         self._shape, self._has_base = part.shape, op.expression.has_base
         is_cut = len(op.parts) == 1 and part.view is None
@@ -185,11 +211,10 @@ class _Part:
         self._merged = None
         if output is not None:
             self._merged = elements_of(as_input(op, part.view), Reader([output]), first=self._first)
-        sources = [_key_source(each) for each in part.inputs]
+        sources = [owner[_source_of(each)] for each in part.inputs]
         own = sources[self._has_base :]
         self._keys = [InputKey(each, own[:number].count(each)) for number, each in enumerate(own)]
         self._base = sources[0] if self._has_base else BASE
-        self._chunk = max(SKETCH, min(_CHUNK, spec.budget // (_ELEMENT_BYTES * (len(sources) + 1))))
 
     def rows(self, num_fused: int, sampled: int) -> Iterator[dict[str, Any]]:
         """The sums of this tensor, or of each of the fused experts in it, as JSON values.
@@ -224,10 +249,10 @@ class _Part:
     def _blocks(self, span: tuple[int, int], sampled: int) -> Iterator[list[tuple[int, int]]]:
         """Runs of elements that are measured together."""
         if 0 < sampled < span[1] - span[0]:
-            yield _runs(*span, min(sampled, self._chunk))
+            yield _runs(*span, sampled)
             return
-        for start in range(*span, self._chunk):
-            yield [(start, min(start + self._chunk, span[1]))]
+        for start in range(*span, _CHUNK):
+            yield [(start, min(start + _CHUNK, span[1]))]
 
     def _block(self, runs: Sequence[tuple[int, int]], begins: NDArray[np.int64]) -> dict[str, Floats]:
         values = np.concatenate([np.stack([e.read(*run)[0] for e in self._inputs]) for run in runs], axis=1)
@@ -270,7 +295,7 @@ def sums_of(base: Floats | None, parents: Floats, merged: Floats | None) -> dict
     origin = np.zeros(parents.shape[1]) if base is None else base
     deltas = parents - origin
     magnitudes = np.abs(deltas)
-    pairs = np.abs(deltas[:, None] + deltas[None, :]).sum(2)
+    pairs = np.array([[np.abs(one + other).sum() for other in deltas] for one in deltas])
     change = None if merged is None else merged - origin
     none = np.zeros(len(parents))
     return {
@@ -418,7 +443,7 @@ def _arrays(
             where = np.ix_(numbers, *axes)
             values = np.array([rows[number]["sums"][name] for number in numbers])
             arrays[name][where] = values.reshape(len(numbers), *map(len, axes))
-    return arrays
+    return arrays | shared_sums(arrays)
 
 
 def _router_rows(

@@ -70,9 +70,18 @@ class Measurements:
     largest: Floats
     """``[n, P]``: the largest ``|d_k|`` that was read"""
     overlap: Floats
-    """``[n, P, P]``: Jaccard index of the fifths of elements with the largest ``|d|``, times elements"""
+    """``[n, P, P]``: Jaccard index of the fifths with the largest ``|d|`` of what was read together, times
+    elements"""
+    shared: Floats
+    """``[n, P, P]``: elements of the tensors that both parents have a part in"""
+    shared_squares: Floats
+    """``[n, P, P]``: ``||d_j||^2`` of the tensors that parent k has a part in too"""
+    shared_magnitudes: Floats
+    """``[n, P, P]``: sum of ``|d_j|`` over these"""
     merged: Floats
     """``[n]``: ``||M - B||^2``, or ``||M||^2`` without a base; 0 where nothing is merged yet"""
+    merged_squares: Floats
+    """``[n, P]``: the same of the tensors that the parent has a part in"""
     merged_dots: Floats
     """``[n, P]``: ``<M - B, d_k>``, or ``<M, d_k>``"""
     encoding_errors: Floats
@@ -117,9 +126,8 @@ class Measurements:
 
     @property
     def cosines(self) -> Floats:
-        """Of the deltas of each two parents: ``[n, P, P]``."""
-        norms = np.sqrt(self._squares)
-        return _ratio(self.gram, norms[:, :, None] * norms[:, None, :])
+        """Of the deltas of each two parents, over what both have a part in: ``[n, P, P]``."""
+        return _ratio(self.gram, np.sqrt(self.shared_squares * self.shared_squares.swapaxes(1, 2)))
 
     @property
     def conflict(self) -> Floats:
@@ -128,25 +136,24 @@ class Measurements:
 
     @property
     def pair_conflict(self) -> Floats:
-        """The same of each two parents: ``[n, P, P]``."""
-        return np.asarray(
-            1 - _ratio(self.pair_magnitudes, self.magnitudes[:, :, None] + self.magnitudes[:, None, :])
-        )
+        """The same of each two parents: ``[n, P, P]``; NaN where they never meet."""
+        both = self.shared_magnitudes + self.shared_magnitudes.swapaxes(1, 2)
+        return np.asarray(1 - _ratio(self.pair_magnitudes, both))
 
     @property
     def overlaps(self) -> Floats:
         """Jaccard index of the largest fifths of each two parents' changes: ``[n, P, P]``."""
-        return _ratio(self.overlap, np.minimum(self.present[:, :, None], self.present[:, None, :]))
+        return _ratio(self.overlap, self.shared)
 
     @property
     def shares(self) -> Floats:
         """How much of each parent's change is in the result, ``<M - B, d_k> / ||d_k||^2``: ``[n, P]``."""
-        return np.where(self.merged[:, None] > 0, _ratio(self.merged_dots, self._squares), np.nan)
+        return np.where(self.merged_squares > 0, _ratio(self.merged_dots, self._squares), np.nan)
 
     @property
     def merged_cosines(self) -> Floats:
         """Of the result's change and each parent's: ``[n, P]``; NaN where nothing is merged yet."""
-        return _ratio(self.merged_dots, np.sqrt(self.merged[:, None] * self._squares))
+        return _ratio(self.merged_dots, np.sqrt(self.merged_squares * self._squares))
 
     @property
     def encoding_error(self) -> Floats:
@@ -165,6 +172,18 @@ class Measurements:
 
 ARRAYS = tuple(field.name for field in fields(Measurements) if field.name != "labels")
 _MAXIMA = frozenset({"largest"})
+
+
+def shared_sums(arrays: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Those arrays of logical tensors that say what two parents have in common, from the others."""
+    is_present = arrays["present"] > 0
+    both = (is_present[:, :, None] & is_present[:, None, :]).astype(np.float64)
+    return {
+        "shared": both * arrays["elements"][:, None, None],
+        "shared_squares": both * np.einsum("njj->nj", arrays["gram"])[:, :, None],
+        "shared_magnitudes": both * arrays["magnitudes"][:, :, None],
+        "merged_squares": is_present * arrays["merged"][:, None],
+    }
 
 
 def _folded(name: str, values: Floats, number: NDArray[np.int64], count: int) -> Floats:
@@ -229,6 +248,14 @@ class Report:
         facts |= {name: [asdict(each) for each in getattr(self, name)] for name in ("routers", "speeds")}
         table = to_table(self.measurements).replace_schema_metadata({_KEY: json.dumps(facts)})
         pq.write_table(table, path, compression="zstd")
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        """Whether there is a file that ``save`` wrote."""
+        try:
+            return _KEY.encode() in (pq.read_schema(path).metadata or {})
+        except (OSError, pa.ArrowException):
+            return False
 
     @staticmethod
     def load(path: Path) -> Report:
@@ -298,7 +325,8 @@ def shapes_of(num_parents: int) -> Mapping[str, tuple[int, ...]]:
     return {
         "elements": (), "sampled": (), "present": each, "base": each, "gram": pairs, "magnitudes": each,
         "magnitude_of_sum": (), "pair_magnitudes": pairs, "zeros": each, "invisible": each, "largest": each,
-        "overlap": pairs, "merged": (), "merged_dots": each, "encoding_errors": (2,), "variance": (),
+        "overlap": pairs, "shared": pairs, "shared_squares": pairs, "shared_magnitudes": pairs, "merged": (),
+        "merged_squares": each, "merged_dots": each, "encoding_errors": (2,), "variance": (),
         "sketches": (num_parents + 1, SKETCH),
     }  # fmt: skip
 

@@ -51,7 +51,9 @@ def test_diff_writes_a_page_of_what_the_second_changes(folder: Path) -> None:
 def test_what_cannot_be_written_or_read_is_refused_with_a_remedy(folder: Path) -> None:
     run_command("report", "out", "-o", "page.pdf", cwd=folder).check_refusal("the page is HTML", "page.html")
     run_command("report", "out", "-o", "no/page.html", cwd=folder).check_refusal("not there", "Make it first")
-    run_command("report", "gone", cwd=folder).check_refusal("gone", "recipe")
+    run_command("report", "gone", cwd=folder).check_refusal("gone", "nothing here", "Name a recipe")
+    run_command("report", "out", "-o", "out/page.html", cwd=folder).check_refusal("in the checkpoint")
+    run_command("diff", "one", "one", "--report", "d.html", cwd=folder).check_refusal("A itself")
     run_command("report", "one", cwd=folder).check_refusal("keeps no plan", "raymerge diff A B --report")
     run_command("report", "out", "--source", "one", cwd=folder).check_refusal("NAME=DIRECTORY")
 
@@ -60,3 +62,13 @@ def test_a_page_of_a_run_elsewhere_is_refused(folder: Path) -> None:
     args = ("--address", "http://127.0.0.1:9", "--report", "page.html")
     done = run_command("submit", "recipe.yml", "-o", "/shared/out", *args, cwd=folder)
     done.check_refusal("--report", "raymerge report OUT")
+
+
+def test_numbers_of_others_are_not_written_over(folder: Path) -> None:
+    mine = folder / "mine.parquet"
+    mine.write_bytes(b"of the user")
+    run_command("report", "out", "-o", "mine.html", cwd=folder).check_refusal("mine.parquet", "another name")
+    assert mine.read_bytes() == b"of the user"
+    # Those of an earlier report are.
+    assert run_command("report", "out", "-o", "merge.html", cwd=folder).code == 0
+    assert not list(folder.glob(".*.part"))

@@ -46,17 +46,21 @@ def _row(label: Label, parents: Sequence[Arrays], base: Arrays | None, merged: A
     m = np.asarray(merged[name], dtype=np.float64).ravel() - b if merged is not None else zero
     step = np.where(b != 0, 2.0 ** (np.floor(np.log2(np.where(b != 0, np.abs(b), 1))) - 7), 0)
     part = np.array(here, dtype=np.float64)
+    both = part * part[:, None]
     projection = np.random.default_rng(like.size).standard_normal((SKETCH, like.size))
     values: dict[str, Floats] = {
         "elements": np.array(float(like.size)), "sampled": np.array(float(like.size)),
         "present": part * like.size, "base": part * (b @ b), "gram": d @ d.T,
         "magnitudes": np.abs(d).sum(1), "magnitude_of_sum": np.abs(d.sum(0)).sum(),
-        "pair_magnitudes": np.abs(d[:, None] + d[None]).sum(-1) * part * part[:, None],
+        "pair_magnitudes": np.abs(d[:, None] + d[None]).sum(-1) * both,
         "zeros": (d == 0).sum(1) * part,
         "invisible": ((d != 0) & (np.abs(d) < step)).sum(1) * part,
-        "largest": np.abs(d).max(1), "overlap": _overlaps(np.abs(d)) * like.size * part * part[:, None],
-        "merged": np.asarray(m @ m), "merged_dots": d @ m, "encoding_errors": np.zeros(2),
-        "variance": np.array(0.0), "sketches": np.array([projection @ each for each in (*weights, b)]),
+        "largest": np.abs(d).max(1), "overlap": _overlaps(np.abs(d)) * like.size * both,
+        "shared": both * like.size, "shared_squares": both * (d * d).sum(1)[:, None],
+        "shared_magnitudes": both * np.abs(d).sum(1)[:, None],
+        "merged": np.asarray(m @ m), "merged_squares": part * (m @ m), "merged_dots": d @ m,
+        "encoding_errors": np.zeros(2), "variance": np.array(0.0),
+        "sketches": np.array([projection @ each for each in (*weights, b)]),
     }  # fmt: skip
     return Measurements((label,), **{name: np.asarray(value)[None] for name, value in values.items()})
 

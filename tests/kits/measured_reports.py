@@ -10,7 +10,7 @@ import numpy as np
 from kits.measured_arrays import Arrays, label_of, measure
 from kits.tiny_parents import Model, dense, mean, mixture, tuned, with_experts, with_layers
 
-from raymerge.verifier.measurements import SKETCH, Label, Measurements, Report, Speed
+from raymerge.verifier.measurements import SKETCH, Label, Measurements, Report, Speed, shared_sums
 
 BASE = dense()
 FIRST, SECOND = tuned(BASE, 1), tuned(BASE, 2)
@@ -121,4 +121,5 @@ def synthetic_report(shape: Shape, *, seed: int = 0, **more: Any) -> Report:
         "speeds": (Speed("read", 28_000_000_000, 0, 41.0), Speed("write", 0, 14_000_000_000, 30.0)),
         "skipped": {"copied byte for byte": 3}, "raymerge": "0.1.0",
     }  # fmt: skip
+    values |= shared_sums(values)
     return Report(measurements=Measurements(tuple(labels), **values), **(facts | more))

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import yaml
 from kits import permuted_experts as mixtures
+from kits.adapter_maker import tiny_lora
 from kits.checkpoint_maker import read_tensors
 from kits.measured_arrays import Arrays, measure
 from kits.quantised_models import deepseek_v3
 from kits.recipe_maker import linear
+from kits.tensor_scaled_models import fp8_llama
 from numpy.typing import NDArray
 
 from raymerge.api import RunOptions, report, report_difference, submit
@@ -216,3 +218,63 @@ def test_the_speed_of_a_stage_and_of_copies_is_told_apart(tmp_path: Path) -> Non
     assert speeds["copied"].written_bytes > speeds.get("merged", speeds[stage]).written_bytes
     assert made.nbytes_by_use is not None
     assert made.nbytes_by_use["copied"] > 3e6
+
+
+def test_pairs_are_compared_where_they_meet(tmp_path: Path) -> None:
+    sources = {name: str(QUICKSTART / name) for name in ("code", "english", "french")}
+    layers = [({"code", "english"}, 0, 3), ({"french", "english"}, 3, 6)]
+    slices = [
+        {"sources": [{"model": sources[name], "layer_range": [a, b]} for name in sorted(names)]}
+        for names, a, b in layers
+    ]
+    base = {"model": str(QUICKSTART / "base")}
+    for each, (_, a, b) in zip(slices, layers, strict=True):
+        each["sources"].append({**base, "layer_range": [a, b]})
+    recipe = {"merge_method": "task_arithmetic", "base_model": base["model"], "slices": slices}
+    recipe["parameters"] = {"weight": 0.5}
+    made = report(recipe, INLINE, is_exact=True)
+    whole = made.measurements.where(
+        np.array([label.layer >= 0 for label in made.measurements.labels])
+    ).grouped()
+    code, english, french = ([Path(each).name for each in made.parents].index(name) for name in sources)
+    assert np.isnan(whole.pair_conflict[0, code, french])
+    one, two, origin = (arrays(QUICKSTART / name) for name in ("code", "english", "base"))
+    names = [name for name in one if re.search(r"layers\.[012]\.", name)]
+    d, e = (np.concatenate([(each[name] - origin[name]).ravel() for name in names]) for each in (one, two))
+    conflict = 1 - np.abs(d + e).sum() / (np.abs(d).sum() + np.abs(e).sum())
+    assert whole.pair_conflict[0, code, english] == pytest.approx(conflict)
+    assert whole.cosines[0, code, english] == pytest.approx(d @ e / np.sqrt((d @ d) * (e @ e)))
+
+
+def test_a_parent_is_one_with_its_adapter_and_its_aligned_experts(tmp_path: Path) -> None:
+    adapter = tiny_lora(tmp_path / "adapter", read_tensors(QUICKSTART / "base"), 0)
+    recipe = linear(f"{QUICKSTART / 'base'}+{adapter}", QUICKSTART / "code", dtype="bfloat16")
+    made = report(recipe, INLINE, is_exact=True)
+    assert len(made.parents) == 2
+    assert (made.measurements.present > 0).all()
+    family = mixtures.QWEN
+    base = mixtures.make_model(family, 0)
+    models = {"one": base, "two": mixtures.moved(base, family, 3)}
+    roots = [mixtures.store(tmp_path / name, model, family) for name, model in models.items()]
+    submit(
+        linear(*roots, align="experts"), tmp_path / "out", RunOptions(inline=True, keep_intermediates=True)
+    )
+    aligned = report(tmp_path / "out", INLINE, is_exact=True)
+    assert [Path(each).name for each in aligned.parents] == ["one", "two"]
+    assert len(aligned.measurements) == len(base)
+
+
+def test_scales_of_activations_are_no_changes(tmp_path: Path) -> None:
+    one, two = (fp8_llama(tmp_path / str(seed), seed) for seed in (1, 2))
+    made = report_difference(one.root, two.root, INLINE, is_exact=True)
+    assert [Path(each).name for each in made.parents] == ["2"]
+    assert not [label.tensor for label in made.measurements.labels if label.tensor.endswith("_scale")]
+
+
+def test_of_several_merges_one_that_can_be_measured_is(tmp_path: Path) -> None:
+    code, english, french = (str(QUICKSTART / name) for name in ("code", "english", "french"))
+    first, last = linear(code, english, name="half"), linear("half", french, name="whole")
+    (tmp_path / "several.yml").write_text(yaml.safe_dump_all([first, last]))
+    made = report(tmp_path / "several.yml", INLINE)
+    assert list(made.parents) == [code, english]
+    assert made.name.endswith("several.yml: half")

@@ -125,7 +125,7 @@ class ReportRun:
 
 
 def _parent_name(names: list[str], key: InputKey) -> str:
-    return f"{names[key.source]} (again)" if key.again else names[key.source]
+    return f"{names[key.source]} ({key.again + 1})" if key.again else names[key.source]
 
 
 def nbytes_by_use(plan: Plan) -> dict[str, int]:
