@@ -18,7 +18,6 @@ from packaging.requirements import Requirement
 from raymerge.device_numerics import check_full_float32
 from raymerge.diagnosis.check import Check, note, ok, problem
 from raymerge.errors import OptionError, UserError, first_line
-from raymerge.kernels.jit import cache_directory
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.ray_environment import OBJECT_STORE_BYTES, check_limits
 from raymerge.runtime.workers.sizing import available_memory, cores_here, free_memory, layout_of
@@ -106,6 +105,9 @@ def _driver(path: Path) -> str:
 
 
 def kernels() -> Iterator[Check]:
+    # Numba takes long to load, and no merge of Ray's needs it in its driver.
+    from raymerge.kernels.jit import cache_directory
+
     directory = cache_directory()
     if directory is None:
         fact = "compiled loops can be kept nowhere: every process compiles them anew, for seconds."

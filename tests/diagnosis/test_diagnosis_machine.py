@@ -120,7 +120,7 @@ def test_a_gpu_whose_kernels_fail_is_a_problem(tmp_path: Path, monkeypatch: pyte
 
 def test_loops_that_are_compiled_anew_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _said(machine.kernels())[0][0] == "ok"
-    monkeypatch.setattr(machine, "cache_directory", lambda: None)
+    monkeypatch.setattr("raymerge.kernels.jit.cache_directory", lambda: None)
     (check,) = machine.kernels()
     assert (check.verdict, "NUMBA_CACHE_DIR" in check.remedy) == ("note", True)
 
