@@ -7,6 +7,7 @@ import struct
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -116,9 +117,19 @@ def test_the_first_screen_names_experts_in_another_order(mixture_report: Report)
 def test_the_first_screen_says_what_was_merged_and_how_much_was_read() -> None:
     text = first_screen(make_page(synthetic_report(Shape(4, parents=3))))
     named = ("org/coder-instruct", "people/roleplay", "org/foundation-7b")
-    for part in ("merged", "Method ties", "A sample of 1.56% of the numbers", *named):
+    for part in ("merged", "Method ties", "A sample of 1.56% of the numbers of what was measured", *named):
         assert part in text
     assert "All numbers of all tensors were read" in first_screen(make_page(usual()))
+
+
+def test_what_was_not_measured_is_said_on_the_first_screen_and_in_a_terminal() -> None:
+    report = replace(usual(), skipped={"it cannot be read": 7})
+    text, stream = first_screen(make_page(report)), StringIO()
+    show_report(make_console(stream), report, observations(report), Path("report.html"))
+    for shown in (text, " ".join(stream.getvalue().split())):
+        assert "7 parts of tensors were not measured" in shown
+        assert "All numbers of what was measured were read" in shown
+    assert "Sound" not in text
 
 
 def test_a_page_is_whole_html_that_needs_nothing_else(mixture_report: Report) -> None:

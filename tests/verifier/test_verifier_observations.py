@@ -150,6 +150,15 @@ def test_what_is_usual_is_said_in_one_sentence_with_its_numbers() -> None:
     assert only.sentence.startswith("Nothing unusual: relative changes 0.015, cosines of changes")
 
 
+def test_a_report_on_a_part_says_so_first_and_does_not_call_the_whole_sound() -> None:
+    first, second = observations(replace(usual(), skipped={"it cannot be read": 7, "it is gone": 2, "": 0}))
+    assert first.sentence.startswith(
+        "9 parts of tensors were not measured (7: it cannot be read; 2: it is gone)"
+    )
+    assert second.sentence.startswith("Nothing unusual in what was measured: relative changes")
+    assert second.kind != "usual"
+
+
 def test_experts_that_moved_with_their_neurons_are_known_by_their_router_rows() -> None:
     first, second = tuned(EXPERTS, 1), permuted(tuned(EXPERTS, 2))
     turned = changed(second, "experts", lambda each: each[NOISE.permutation(len(each))])
@@ -205,7 +214,8 @@ def test_a_parent_that_is_the_base_is_named_as_a_note() -> None:
 def test_of_two_models_that_are_compared_the_second_is_called_b() -> None:
     report = make_report(swapped(FIRST, {3: 9}), kind="diff")
     assert _sentence(report, "layers_moved") == "Layers 3 and 9 of B (one) are swapped against A."
-    assert _sentence(make_report(BASE, kind="diff"), "is_base") == "B (one) is A: no number differs."
+    equal = _one(make_report(BASE, kind="diff"), "is_base")
+    assert (equal.sentence, equal.remedy) == ("B (one) is A: no number differs.", "Check its place.")
 
 
 def test_parents_that_oppose_each_other_are_named_with_where() -> None:
@@ -234,7 +244,9 @@ def test_a_result_that_is_one_parent_follows_it_and_lacks_the_other() -> None:
 
 
 def test_changes_below_a_step_of_bfloat16_and_a_mean_of_many_are_noted() -> None:
-    assert "below one step of bfloat16" in _sentence(make_report(tuned(BASE, 1, 0.0005)), "invisible")
+    invisible = _one(make_report(tuned(BASE, 1, 0.0005)), "invisible")
+    assert "below one step of bfloat16" in invisible.sentence
+    assert "unless the result is stored in float32" in invisible.remedy
     parents = [tuned(BASE, seed) for seed in range(8)]
     weak = make_report(*parents[:4], merged=mean(*parents, *([BASE] * 4)))
     assert "of the norm of the largest parent's" in _sentence(weak, "shrunk")

@@ -54,19 +54,21 @@ def _name(report: Report) -> str:
 def subtitle(report: Report) -> str:
     """The method, and how much was read."""
     method = f"Method {printable(report.method)}. " if report.method and report.kind != "diff" else ""
-    if report.is_exact:
-        return f"{method}All numbers of all tensors were read."
     measured = report.measurements.finite()
     if not len(report.measurements):
         return method.rstrip()
+    of_what = "of what was measured" if any((report.skipped or {}).values()) else "of all tensors"
     part = measured.sampled.sum() / max(1.0, measured.elements.sum())
+    if report.is_exact or part == 1:
+        return f"{method}All numbers {of_what} were read."
     error = measured.grouped().standard_error
     of_norms = (
         f": norms of whole models have a standard error of {100 * error[0]:.2g}%"
         if np.isfinite(error).any()
         else ""
     )
-    return f"{method}A sample of {part:.2%} of the numbers was read{of_norms}, those of single tensors more."
+    what = f"{method}A sample of {part:.2%} of the numbers {of_what} was read"
+    return f"{what}{of_norms}, those of single tensors more."
 
 
 def _models(subject: Subject) -> list[Mapping[str, str]]:
@@ -146,9 +148,6 @@ def show_report(console: Console, report: Report, observations: Sequence[Observa
     titles = (subject.measure, "numbers", *(f"of {number}" for number in subject.numbers[:_PARENTS]))
     if rows:
         show_table(console, titles, rows, numbers=range(1, len(titles)))
-    skipped = [(f"{count} not measured:", reason) for reason, count in (report.skipped or {}).items()]
-    if skipped:
-        show_table(console, ("", ""), skipped)
     console.print(printable(f"\nthe page: {page}"), soft_wrap=True)
 
 

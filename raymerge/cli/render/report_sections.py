@@ -373,7 +373,7 @@ def _skipped(subject: Subject) -> Iterator[Section]:
         [printable(reason), str(count)] for reason, count in (subject.report.skipped or {}).items() if count
     ]
     if rows:
-        table = as_table(["reason", "tensors"], rows, numbers=(1,), has_row_headers=True)
+        table = as_table(["reason", "parts of tensors"], rows, numbers=(1,), has_row_headers=True)
         yield Section("skipped", "What was not measured", "", table)
 
 

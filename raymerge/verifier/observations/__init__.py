@@ -8,7 +8,7 @@ from dataclasses import replace
 from raymerge.verifier.measurements import Report
 from raymerge.verifier.observations.correspondence import is_matrix
 from raymerge.verifier.observations.faults import FAULTS, far_off
-from raymerge.verifier.observations.notes import NOTES, usual
+from raymerge.verifier.observations.notes import NOTES, not_measured, usual
 from raymerge.verifier.observations.scene import (
     Observation,
     Scene,
@@ -31,7 +31,7 @@ def observations(report: Report) -> tuple[Observation, ...]:
     notes = [each for rule in NOTES for each in rule(sound)]
     if not faults and not [each for each in notes if each.kind != "no_base"]:
         notes.insert(0, usual(scene))
-    return tuple(_numbered_once([*faults, *notes], scene))
+    return tuple(_numbered_once([*faults, *not_measured(scene), *notes], scene))
 
 
 def _is_explained(fault: Observation, faults: Sequence[Observation]) -> bool:

@@ -37,12 +37,29 @@ ENCODING_ERROR, ENCODING_ERROR_4_BIT = 0.06, 0.2
 """Twice what ordinary weights lose in 8 and in 4 bits."""
 
 
+OF_RESULTS = frozenset({"absent", "follows", "shrunk"})
+"""Notes on the result, of which nothing more is said where it is broken."""
+
+
+def not_measured(scene: Scene) -> Iterator[Observation]:
+    counts = {reason: count for reason, count in (scene.report.skipped or {}).items() if count}
+    total = sum(counts.values())
+    if total:
+        what = "1 part of a tensor was" if total == 1 else f"{total} parts of tensors were"
+        why = [f"{f'{count}: ' if len(counts) > 1 else ''}{reason}" for reason, count in counts.items()]
+        yield note(
+            "not_measured",
+            sentence=f"{what} not measured ({'; '.join(why)}): what is said here is of the others.",
+        )
+
+
 def _parents_that_are_the_base(scene: Scene) -> Iterator[Observation]:
     for k in sorted(scene.silent):
         yield note(
             "is_base",
             sentence=f"{scene.parent(k)} is {scene.base_name}: no number differs{in_what_was_read(scene)}.",
-            remedy="Check its place; as a parent it only draws the result back to the base.",
+            remedy="Check its place"
+            + ("." if scene.report.kind == "diff" else "; as a parent it only draws the result back."),
             parents=(k,),
         )
 
@@ -138,7 +155,7 @@ def _small_changes(scene: Scene) -> Iterator[Observation]:
             yield note(
                 "invisible",
                 sentence=f"{hidden:.0%} of the changes of {scene.parent(k)} are below one step of bfloat16.",
-                remedy="Store the result in float32 (dtype), or they are rounded away.",
+                remedy="They are rounded away unless the result is stored in float32 (dtype).",
                 parents=(k,),
             )  # fmt: skip
         if zeros > SPARSE * present:
@@ -198,7 +215,9 @@ def usual(scene: Scene) -> Observation:
         pairs = tuple(np.array(list(combinations(scene.tuned, 2))).T)
         facts += f", cosines of changes {range_text(scene.whole.cosines[0][pairs])}"
         facts += f", weighted sign conflict {range_text(scene.whole.pair_conflict[0][pairs])}"
-    return note("usual", sentence=f"Nothing unusual{f': {facts}' if facts else ''}.")
+    is_part = any((scene.report.skipped or {}).values())
+    what = f"Nothing unusual{' in what was measured' if is_part else ''}{f': {facts}' if facts else ''}."
+    return note("usual_in_part" if is_part else "usual", sentence=what)
 
 
 NOTES: tuple[Rule, ...] = (
