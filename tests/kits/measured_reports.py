@@ -29,7 +29,8 @@ def make_report(
     """Of parents named ``models/one``, ``models/two``, ``models/three``, all of whose numbers were read."""
     names = tuple(f"models/{word}" for word in ("one", "two", "three", "four")[: len(parents)])
     place = None if base is None else "models/base"
-    facts: dict[str, Any] = {"name": "merged", "kind": "merge", "method": "linear", "is_exact": True}
+    kind = "recipe" if merged is None else "merge"
+    facts: dict[str, Any] = {"name": "merged", "kind": kind, "method": "linear", "is_exact": True}
     return Report(parents=names, base=place, measurements=measure(parents, base, merged), **(facts | more))
 
 

@@ -464,7 +464,9 @@ MUTATIONS = (
         "verifier/observations/correspondence.py", "(own < _LOST) & (best > _MATCH)", "best > _MATCH", REPORT
     ),
     Mutation("verifier/observations/scene.py", "FAR = 0.5", "FAR = 0.2", REPORT),
-    Mutation("verifier/observations/faults.py", "far = is_weight & _far", "far = _far", REPORT),
+    Mutation("verifier/observations/damage.py", "is_far = is_weight[:, None] & (", "is_far = (", REPORT),
+    Mutation("verifier/observations/damage.py", " & ~is_zero[:, own].any(1)", "", REPORT),
+    Mutation("verifier/observations/scene.py", " or k in scene.moved or", " or", REPORT),
     Mutation("verifier/structure.py", "and num_files > 1:", "and num_files > 9:", VERIFIER),
     Mutation("verifier/structure.py", "    if current != digest:", "    if not current:", VERIFIER),
     Mutation(

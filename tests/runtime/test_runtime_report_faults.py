@@ -80,7 +80,7 @@ def test_a_planted_fault_is_the_problem_that_is_named(fault: str, tmp_path: Path
         (b"\0\0", r"1\d tensors of parent 2 \(damaged\) are all zeros"),
         (b"\xff\xff", r"1\d tensors of parent 2 \(damaged\) with NaN or infinity"),
         (b"\xa0\x7f", r"1\d tensors of parent 2 \(damaged\) with NaN or infinity"),
-        (b"\x20\x3d", r"Layer 5 of parent 2 \(damaged\) is far off"),
+        (b"\x20\x3d", r"Layers 4 and 5 of parent 2 \(damaged\) are far off"),
     ],
 )
 def test_a_damaged_end_of_a_file_is_named(number: bytes, sentence: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,22 +21,33 @@ from kits.measured_reports import (
     synthetic_report,
     usual,
 )
-from kits.tiny_parents import dense, mean, mixture, tuned, with_layers
+from kits.tiny_parents import Model, dense, mean, mixture, tuned, with_layers
 
 from raymerge.verifier.measurements import Report
 from raymerge.verifier.observations import Observation, observations, short_names
 from raymerge.verifier.observations.correspondence import moved_rows
 
 OTHER = dense(7)
-NOISE = np.random.default_rng(0)
+NOISE = np.random.default_rng(99)
 QUERY = "model.layers.3.self_attn.q_proj.weight"
 LARGE = 1e3 * BASE[QUERY]
 BIASES = {f"model.layers.{layer}.self_attn.q_proj.bias": np.full(16, 1e-5) for layer in range(12)}
+SHORT = dense(layers=2)
+ZERO = np.zeros_like(BASE[QUERY])
+UNUSED = BASE | {QUERY: ZERO}
+"""With a matrix that only training fills."""
 TRAINED_BIASES = {name: value * (99 if ".5." in name else 1.01) for name, value in BIASES.items()}
 
 
 def _noise(value: np.ndarray) -> np.ndarray:
     return NOISE.standard_normal(value.shape) * 0.02
+
+
+def _second_half(how: Callable[[np.ndarray], np.ndarray]) -> Model:
+    found = SECOND
+    for layer in range(6, 12):
+        found = changed(found, f"layers.{layer}.", how)
+    return found
 
 
 FAULTS = {
@@ -98,6 +110,74 @@ FAULTS = {
         lambda: make_report(changed(FIRST, "layers.2.mlp.up", lambda each: each * np.nan), SECOND),
         "1 tensor of parent 1 (one) with nan or infinity: model.layers.2.mlp.up_proj.weight",
     ),
+    "base nan": (
+        lambda: make_report(FIRST, SECOND, base=changed(BASE, "layers.3.mlp.up", lambda each: each * np.nan)),
+        "1 tensor of the base with nan or infinity: model.layers.3.mlp.up_proj.weight",
+    ),
+    "base of zeros": (
+        lambda: make_report(FIRST, SECOND, base=changed(BASE, "layers.3.mlp", np.zeros_like)),
+        "3 tensors of the base are all zeros, but of no parent",
+    ),
+    "base with noise": (
+        lambda: make_report(FIRST, SECOND, base=changed(BASE, "layers.3.", _noise)),
+        "layer 3 of the base is far off from all parents, which agree",
+    ),
+    "base swapped": (
+        lambda: make_report(FIRST, SECOND, base=with_layers(BASE, {5: 4, 6: 5, 7: 6})),
+        "layers 6 and 7 of the base are layers 5 and 6 of all parents, which agree: shifted by 1",
+    ),
+    "zeros of both": (
+        lambda: make_report(FIRST, SECOND | dict.fromkeys([QUERY], ZERO), base=BASE),
+        "1 tensor of parent 2 (two) is all zeros",
+    ),
+    "half of zeros": (
+        lambda: make_report(FIRST, _second_half(np.zeros_like)),
+        "48 tensors of parent 2 (two) are",
+    ),
+    "half of noise": (
+        lambda: make_report(FIRST, _second_half(_noise)),
+        "layers 6 to 11 of parent 2 (two) are far off",
+    ),
+    "half of noise, no base": (
+        lambda: make_report(FIRST, _second_half(_noise), base=None),
+        "layers 6 to 11 of parent 1 (one) or parent 2 (two) are far off",
+    ),
+    "all of zeros": (
+        lambda: make_report(changed(FIRST, "", np.zeros_like), SECOND),
+        "98 tensors of parent 1",
+    ),
+    "all of zeros, no base": (
+        lambda: make_report(changed(FIRST, "", np.zeros_like), SECOND, base=None),
+        "98 tensors of parent 1 (one) are all zeros",
+    ),
+    "noise in one of two layers": (
+        lambda: make_report(changed(tuned(SHORT, 1), "layers.1.", _noise), base=SHORT),
+        "layer 1 of parent 1 (one) is far off",
+    ),
+    "rotated": (
+        lambda: make_report(with_layers(FIRST, {i: (i + 1) % 12 for i in range(12)}), SECOND),
+        "layers 0 to 11 of parent 1 (one) stand in another order",
+    ),
+    "duplicated": (
+        lambda: make_report(with_layers(FIRST, {3: 2}), SECOND),
+        "layer 3 of parent 1 (one) is layer 2 of the base",
+    ),
+    "result nan": (
+        lambda: make_report(FIRST, SECOND, merged=changed(FIRST, "3.mlp.up", lambda each: each * np.nan)),
+        "1 tensor of the result with nan or infinity: model.layers.3.mlp.up_proj.weight",
+    ),
+    "result of zeros": (
+        lambda: make_report(FIRST, SECOND, merged=changed(FIRST, "", np.zeros_like)),
+        "98 tensors of the result are all zeros",
+    ),
+    "result of zeros, no base": (
+        lambda: make_report(FIRST, SECOND, base=None, merged=changed(FIRST, "", np.zeros_like)),
+        "98 tensors of the result are all zeros",
+    ),
+    "result with noise": (
+        lambda: make_report(FIRST, SECOND, merged=changed(mean(FIRST, SECOND), "3.mlp", _noise)),
+        "3 tensors of the result changed more than 10 times as much",
+    ),
     "equal": (lambda: make_report(FIRST, FIRST), "parent 1 (one) and parent 2 (two) are equal"),
 }
 
@@ -126,6 +206,12 @@ SOUND = {
     ),
     "mixtures": lambda: make_report(tuned(EXPERTS, 1), tuned(EXPERTS, 2), base=EXPERTS),
     "the base": lambda: make_report(FIRST, BASE, merged=mean(FIRST, BASE)),
+    "a matrix filled by training": lambda: make_report(
+        FIRST | {QUERY: 0.1 * _noise(ZERO)}, SECOND | {QUERY: 0.1 * _noise(ZERO)}, base=UNUSED
+    ),
+    "large weights": lambda: make_report(
+        FIRST, SECOND, merged={name: value + 4 * (FIRST[name] - value) for name, value in BASE.items()}
+    ),
     "many": lambda: make_report(*(tuned(BASE, seed) for seed in range(4))),
     "tiny": lambda: make_report(tuned(dense(layers=1), 1), tuned(dense(layers=1), 2), base=dense(layers=1)),
 }

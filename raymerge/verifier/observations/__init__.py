@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from raymerge.verifier.measurements import Report
 from raymerge.verifier.observations.correspondence import is_matrix
-from raymerge.verifier.observations.faults import FAULTS, far_off
-from raymerge.verifier.observations.notes import NOTES, not_measured, usual
+from raymerge.verifier.observations.damage import RESULT_BROKEN, broken_result, far_off
+from raymerge.verifier.observations.faults import FAULTS
+from raymerge.verifier.observations.notes import NOTES, OF_RESULTS, not_measured, usual
 from raymerge.verifier.observations.scene import (
     Observation,
     Scene,
@@ -28,7 +29,10 @@ def observations(report: Report) -> tuple[Observation, ...]:
     faults = [each for each in faults if not _is_explained(each, faults)]
     faults += far_off(scene, faults)
     sound = replace(scene, faulty=frozenset(k for each in faults for k in each.parents))
+    faults += broken_result(scene)
     notes = [each for rule in NOTES for each in rule(sound)]
+    if any(each.kind == RESULT_BROKEN for each in faults):
+        notes = [each for each in notes if each.kind not in OF_RESULTS]
     if not faults and not [each for each in notes if each.kind != "no_base"]:
         notes.insert(0, usual(scene))
     return tuple(_numbered_once([*faults, *not_measured(scene), *notes], scene))

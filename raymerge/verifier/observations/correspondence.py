@@ -24,6 +24,8 @@ _MATCH = 0.8
 _LOST = 0.5
 """Below what training gives: a model that moved by its own norm is still at 0.7."""
 _FEWEST_NUMBERS = 3 * SKETCH
+_AKIN = 0.9
+"""Above what chance gives the cosine of two single sketches."""
 
 
 def is_matrix(label: Label) -> bool:
@@ -49,6 +51,16 @@ def related(measured: Measurements) -> Mapping[str, Floats]:
         if len(indices) * SKETCH >= _FEWEST_NUMBERS
     }
     return {role: _cosines(sketches, sketches) for role, sketches in of_models.items()}
+
+
+def kinship(measured: Measurements, by_role: Mapping[str, Floats]) -> Floats:
+    """Of the role in which two models are most alike, since experts may be in another order or trained
+    apart; one of fewer than three matrices, such as the embedding, counts where they are nearly equal."""
+    few = _rows_by(measured, lambda e: e.role if is_matrix(e) and e.role not in by_role else None)
+    scaled = [_scaled(measured.sketches[rows]).swapaxes(0, 1) for rows in few.values()]
+    nearly = [np.where(each > _AKIN, each, np.nan) for each in (_cosines(each, each) for each in scaled)]
+    unknown = np.full((measured.num_parents + 1, measured.num_parents + 1), np.nan)
+    return np.asarray(np.fmax.reduce([*by_role.values(), *nearly, unknown]))
 
 
 def moved_layers(measured: Measurements, model: int, reference: int) -> Mapping[str, Moved]:

@@ -6,14 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raymerge.architectures.rules import Role
-from raymerge.verifier.measurements import Floats, Measurements
-from raymerge.verifier.observations.correspondence import Moved, is_matrix, kind_of
+from raymerge.verifier.observations.correspondence import Moved
 from raymerge.verifier.observations.scene import (
     FAR,
-    FEWEST,
     NAMED,
     UNRELATED,
     Observation,
@@ -25,29 +22,27 @@ from raymerge.verifier.observations.scene import (
     joined,
     layers_text,
     listed,
-    measure_word,
     median_of,
-    outliers,
     problem,
     range_text,
     tensors_of,
 )
 
-MOST = 0.7
-"""Part of a layer's matrices from which it is the layer that is far off, and not some tensors."""
-
 
 def _not_finite(scene: Scene) -> Iterator[Observation]:
     everything = scene.report.measurements
-    squares = np.einsum("njj->nj", everything.gram)
-    for k in range(len(scene.names)):
-        names, layers = tensors_of(everything, ~np.isfinite(squares[:, k]))
+    count = len(scene.names)
+    broken = np.asarray(~np.isfinite(everything.sketches).all(-1))
+    broken[:, :count] |= ~np.isfinite(np.einsum("njj->nj", everything.gram)) & ~broken[:, count:]
+    for k in range(count + scene.has_base):
+        whose, parents = (scene.parent(k), (k,)) if k < count else (scene.base_name, ())
+        names, layers = tensors_of(everything, broken[:, k])
         if names:
             yield problem(
                 "not_finite",
-                sentence=f"{counted(names)} of {scene.parent(k)} with NaN or infinity: {listed(names)}.",
+                sentence=f"{counted(names)} of {whose} with NaN or infinity: {listed(names)}.",
                 remedy="Fetch the checkpoint anew: a merge would spread them.",
-                layers=layers, parents=(k,), tensors=names,
+                layers=layers, parents=parents, tensors=names,
             )  # fmt: skip
 
 
@@ -85,6 +80,17 @@ def _common_base(scene: Scene, strangers: Sequence[int]) -> str:
 
 
 def _moved_layers(scene: Scene) -> Iterator[Observation]:
+    own = scene.witnesses
+    if own and all(scene.moved.get(k) == scene.moved.get(own[0], {}) for k in own):
+        for moved in scene.moved[own[0]].values():
+            there = {b: a for a, b in moved.items()}
+            yield problem(
+                "layers_moved",
+                sentence=f"{_movement(there, scene.base_name, 'all parents, which agree')}.",
+                remedy="Fetch or convert the base anew, or name the one that they were trained from.",
+                layers=tuple(sorted({*moved, *there})), parents=own,
+            )  # fmt: skip
+        return
     for k, stacks in scene.moved.items():
         for stack, moved in stacks.items():
             where = f"{f'{stack} of ' if len(stacks) > 1 else ''}{scene.parent(k)}"
@@ -105,7 +111,8 @@ def _movement(moved: Moved, where: str, reference: str) -> str:
     here, there = layers_text(moved), layers_text(moved.values())
     steps = {there - here for here, there in moved.items()}
     if len(steps) == 1:
-        return f"{here} of {where} are {there} of {reference}: shifted by {abs(steps.pop())}"
+        verb = "is" if len(moved) == 1 else "are"
+        return f"{here} of {where} {verb} {there} of {reference}: shifted by {abs(steps.pop())}"
     listed = joined([f"layer {a} is its {b}" for a, b in list(moved.items())[:NAMED]])
     return f"{here} of {where} stand in another order than those of {reference}: {listed}"
 
@@ -122,7 +129,7 @@ def _permuted_experts(scene: Scene) -> Iterator[Observation]:
                 f"{scene.reference_name}: in {layers_text(moved)}, {count} a layer are others.",
                 remedy="Write align: experts in the recipe (docs/how-to/align-experts.md): as they are, each "
                 "is merged with another.",
-                layers=tuple(sorted(moved)), roles=(str(Role.EXPERT),), parents=(k,),
+                layers=tuple(sorted(moved)), roles=(str(Role.EXPERT), str(Role.ROUTER)), parents=(k,),
             )  # fmt: skip
 
 
@@ -145,110 +152,6 @@ def _unlike_roles(scene: Scene) -> Iterator[Observation]:
                     remedy=_UNLIKE_EXPERTS if label.role == Role.EXPERT else _UNLIKE,
                     roles=(label.role,), parents=(k,),
                 )  # fmt: skip
-
-
-_DAMAGED = "A file may be damaged: compare its digest with the publisher's, or fetch it anew."
-_OTHER_VOCABULARY = (
-    "Its vocabulary may be in another order (docs/how-to/tokenizers.md), or a file damaged: fetch it anew."
-)
-
-
-def far_off(scene: Scene, found: Sequence[Observation]) -> Iterator[Observation]:
-    """Layers and tensors far off from their like where no other sentence says why: damaged files."""
-    measured = scene.measured
-    changes = changes_of(measured, has_base=scene.has_base)
-    like = np.unique([f"{each.stack} {kind_of(each)}" for each in measured.labels], return_inverse=True)[1]
-    is_weight = np.array([not each.part.endswith("bias") for each in measured.labels], dtype=bool)
-    is_zero = (measured.present > 0) & ~measured.sketches[:, : len(scene.names)].any(-1)
-    for parents, whom in _suspects(scene):
-        far = is_weight & _far_among_like(changes[:, parents[-1]], like)
-        if not scene.has_base:
-            # Who is near nobody is the one that is off; others merely lost their nearest.
-            far &= changes[:, parents[-1]] >= np.nan_to_num(changes).max(1)
-        for each in [each for each in found if set(parents) & set(each.parents) or not scene.has_base]:
-            far &= ~_is_about(each, measured)
-        usual = median_of(changes[~far, parents[-1]])
-        for k in parents:
-            rows = far & is_zero[:, k]
-            yield from _damaged(scene, rows, (k,), f"of {scene.parent(k)} {_are(rows)} all zeros")
-            far &= ~is_zero[:, k]
-        yield from _damaged_layers(scene, (parents, whom), far, usual)
-
-
-def _damaged_layers(
-    scene: Scene, suspects: tuple[tuple[int, ...], str], far: NDArray[np.bool_], usual: float
-) -> Iterator[Observation]:
-    """A sentence for layers that are far off as a whole, and one for all other tensors."""
-    parents, whom = suspects
-    labels = scene.measured.labels
-    changes = changes_of(scene.measured, has_base=scene.has_base)[:, parents[-1]]
-    places = [(each.stack, each.layer) for each in labels]
-    matrices = np.array([is_matrix(each) and each.layer >= 0 for each in labels], dtype=bool)
-    whole = np.zeros(len(labels), dtype=bool)
-    for place in dict.fromkeys(places[row] for row in np.flatnonzero(far & matrices)):
-        rows = np.array([each == place for each in places], dtype=bool)
-        whole |= rows & bool(far[rows & matrices].mean() > MOST)
-    if whole.any():
-        layers = tensors_of(scene.measured, whole)[1]
-        verb = "is" if len(layers) == 1 else "are"
-        yield problem(
-            "layer_far",
-            sentence=f"{layers_text(layers)} of {whom} {verb} far off: {measure_word(scene)} "
-            f"{range_text(changes[whole & far & matrices])}, elsewhere about {usual:.2g}.",
-            remedy=_DAMAGED, layers=layers, parents=parents,
-        )  # fmt: skip
-    rest = far & ~whole
-    figures = f"{measure_word(scene)} {range_text(changes[rest])}, elsewhere about {usual:.2g}"
-    yield from _damaged(scene, rest, parents, f"of {whom} {_are(rest)} far off, {figures}")
-
-
-def _damaged(
-    scene: Scene, rows: NDArray[np.bool_], parents: tuple[int, ...], what: str
-) -> Iterator[Observation]:
-    names, layers = tensors_of(scene.measured, rows)
-    roles = {scene.measured.labels[row].role for row in np.flatnonzero(rows)}
-    if names:
-        yield problem(
-            "tensors_damaged",
-            sentence=f"{counted(names)} {what}: {listed(names)}.",
-            remedy=_OTHER_VOCABULARY if roles <= {Role.EMBEDDING, Role.HEAD} else _DAMAGED,
-            layers=layers, parents=parents, tensors=names,
-        )  # fmt: skip
-
-
-def _are(rows: NDArray[np.bool_]) -> str:
-    return "is" if rows.sum() == 1 else "are"
-
-
-def _is_about(each: Observation, measured: Measurements) -> NDArray[np.bool_]:
-    labels = measured.labels
-    return np.array(
-        [
-            (not each.layers or label.layer in each.layers) and (not each.roles or label.role in each.roles)
-            for label in labels
-        ],
-        dtype=bool,
-    )
-
-
-def _suspects(scene: Scene) -> list[tuple[tuple[int, ...], str]]:
-    """Parents that can be far off; of two without a base nobody knows which one is."""
-    if not scene.has_base and len(scene.tuned) == 2:
-        return [(tuple(scene.tuned), " or ".join(map(scene.parent, scene.tuned)))]
-    return [((k,), scene.parent(k)) for k in scene.tuned]
-
-
-def _far_among_like(values: Floats, like: NDArray[np.int64]) -> NDArray[np.bool_]:
-    order = np.argsort(like, kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(like[order])) + 1)
-    far = np.zeros(len(values), dtype=bool)
-    # What has few of its like is compared with all.
-    small = np.concatenate([each for each in groups if len(each) < FEWEST] or [order[:0]])
-    far[small] = outliers(values)[0][small]
-    for each in groups:
-        if len(each) >= FEWEST:
-            far[each] = outliers(values[each])[0]
-    return far
 
 
 def _equal_parents(scene: Scene) -> Iterator[Observation]:

@@ -16,6 +16,7 @@ from raymerge.verifier.measurements import Floats, Measurements, Report
 from raymerge.verifier.observations.correspondence import (
     Moved,
     is_matrix,
+    kinship,
     moved_experts,
     moved_layers,
     moved_rows,
@@ -67,7 +68,7 @@ class Scene:
     roles: Mapping[str, Floats]
     """``related``"""
     kinship: Floats
-    """Of the role in which two models are most alike: experts may be in another order, or trained apart."""
+    """``kinship``"""
     silent: frozenset[int]
     """Parents that are the base."""
     strangers: frozenset[int]
@@ -106,6 +107,13 @@ class Scene:
         """Those that can be compared with the reference."""
         return [k for k in self.tuned if k != self.reference]
 
+    @property
+    def witnesses(self) -> tuple[int, ...]:
+        """Parents that can show, if they are at one, that it is the base that is damaged."""
+        sound = tuple(self.tuned)
+        is_all = len(sound) + len(self.silent) == len(self.names)
+        return sound if self.has_base and is_all and len(sound) > 1 else ()
+
     def parent(self, k: int) -> str:
         """What a sentence calls it at first; of two models that are compared, the second is B."""
         return f"{'B' if self.report.kind == 'diff' else f'parent {k + 1}'} ({self.names[k]})"
@@ -122,15 +130,15 @@ def make_scene(report: Report) -> Scene:
     changed = np.einsum("njj->nj", measured.gram).sum(0)
     silent = {k for k in range(count) if report.base and measured.present[:, k].any() and not changed[k]}
     roles = related(measured)
-    kinship = np.fmax.reduce([*roles.values(), np.full((count + 1, count + 1), np.nan)])
     names, reference = short_names(report.parents), count if report.base is not None else 0
     permuted = {k: _permuted(report, measured, k, reference) for k in range(count)}
     scene = Scene(
-        report, measured, whole, matrices, names, roles, kinship, frozenset(silent), frozenset(), permuted
+        report, measured, whole, matrices, names, roles, kinship(measured, roles), frozenset(silent),
+        frozenset(), permuted,
     )  # fmt: skip
-    scene = replace(scene, strangers=frozenset(k for k in range(count) if _is_stranger(scene, k)))
-    moved = {k: moved_layers(measured, k, reference) for k in scene.others}
-    return replace(scene, moved={k: stacks for k, stacks in moved.items() if stacks})
+    moved = {k: moved_layers(measured, k, reference) for k in range(count) if k != reference}
+    scene = replace(scene, moved={k: stacks for k, stacks in moved.items() if stacks})
+    return replace(scene, strangers=frozenset(k for k in range(count) if _is_stranger(scene, k)))
 
 
 def _permuted(report: Report, measured: Measurements, k: int, reference: int) -> Mapping[int, Moved]:
@@ -145,8 +153,8 @@ def _permuted(report: Report, measured: Measurements, k: int, reference: int) ->
 
 
 def _is_stranger(scene: Scene, k: int) -> bool:
-    # Experts that only are in another order are no others.
-    if k == scene.reference or not len(scene.whole) or scene.permuted[k]:
+    # Layers and experts that only are in another order are no others.
+    if k == scene.reference or not len(scene.whole) or k in scene.moved or scene.permuted[k]:
         return False
     # Of most matrices: a few can be much larger than all others.
     is_away = not scene.has_base or median_of(scene.matrices.relative_change[:, k]) > FAR
