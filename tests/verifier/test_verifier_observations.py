@@ -122,6 +122,14 @@ FAULTS = {
         lambda: make_report(FIRST, SECOND, base=changed(BASE, "layers.3.", _noise)),
         "layer 3 of the base is far off from all parents, which agree",
     ),
+    "base without attention": (
+        lambda: make_report(FIRST, SECOND, base=changed(BASE, "self_attn", _noise)),
+        "the tensors of role attention in the base have nothing in common with those of all parents",
+    ),
+    "base with experts in another order": (
+        lambda: make_report(tuned(EXPERTS, 1), tuned(EXPERTS, 2), base=permuted(EXPERTS)),
+        "the experts of the base are in another order than those of all parents, which agree: in",
+    ),
     "base swapped": (
         lambda: make_report(FIRST, SECOND, base=with_layers(BASE, {5: 4, 6: 5, 7: 6})),
         "layers 6 and 7 of the base are layers 5 and 6 of all parents, which agree: shifted by 1",
@@ -195,6 +203,7 @@ SOUND = {
     "usual": usual,
     "no base": lambda: make_report(FIRST, SECOND, base=None, merged=mean(FIRST, SECOND)),
     "heavy": lambda: make_report(tuned(BASE, 3, 0.3), FIRST, tuned(BASE, 4, 0.3)),
+    "very heavy": lambda: make_report(tuned(BASE, 3, 0.5), tuned(BASE, 4, 0.5)),
     "heavy, no base": lambda: make_report(tuned(BASE, 3, 0.3), FIRST, base=None),
     "sparse": lambda: make_report(tuned(BASE, 1, density=0.02), tuned(BASE, 2, density=0.02)),
     "one layer trained hard": lambda: make_report(

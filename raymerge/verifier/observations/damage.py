@@ -13,6 +13,7 @@ from raymerge.verifier.measurements import Floats, Measurements
 from raymerge.verifier.observations.correspondence import is_matrix, kind_of
 from raymerge.verifier.observations.scene import (
     FAR,
+    FARTHER,
     FEWEST,
     Observation,
     Scene,
@@ -105,7 +106,9 @@ def _apart(scene: Scene, changes: Floats) -> NDArray[np.bool_]:
     else:
         others = np.where(np.eye(count, dtype=bool), -np.inf, np.nan_to_num(measured.cosines, nan=-np.inf))
         is_apart = others.max(2, initial=-np.inf) < COSINE_APART
-    return np.asarray(matrices[:, None] & is_apart & (changes > APART))
+    is_apart = matrices[:, None] & is_apart & (changes > APART)
+    usual = [median_of(values[~apart]) for values, apart in zip(changes.T, is_apart.T, strict=True)]
+    return np.asarray(is_apart & (changes > FARTHER * np.array(usual)))
 
 
 def _of_the_base(
@@ -117,7 +120,7 @@ def _of_the_base(
         return np.zeros(len(is_far), dtype=bool)
     is_at_one = scene.measured.cosines[:, own][:, :, own].min((1, 2)) > AT_ONE
     is_off = is_far[:, own].all(1) | is_zero[:, -1]
-    for each in [each for each in found if set(own) <= set(each.parents)]:
+    for each in [each for each in found if set(own) & set(each.parents)]:
         is_off &= ~_is_about(each, scene.measured)
     return np.asarray(is_at_one & is_off & ~is_zero[:, own].any(1))
 

@@ -28,6 +28,10 @@ from raymerge.verifier.observations.scene import (
     tensors_of,
 )
 
+_AT_ONE = 0.7
+"""Cosine of the weights of parents that have one role in common."""
+ALL_PARENTS = "all parents, which agree"
+
 
 def _not_finite(scene: Scene) -> Iterator[Observation]:
     everything = scene.report.measurements
@@ -86,7 +90,7 @@ def _moved_layers(scene: Scene) -> Iterator[Observation]:
             there = {b: a for a, b in moved.items()}
             yield problem(
                 "layers_moved",
-                sentence=f"{_movement(there, scene.base_name, 'all parents, which agree')}.",
+                sentence=f"{_movement(there, scene.base_name, ALL_PARENTS)}.",
                 remedy="Fetch or convert the base anew, or name the one that they were trained from.",
                 layers=tuple(sorted({*moved, *there})), parents=own,
             )  # fmt: skip
@@ -118,18 +122,22 @@ def _movement(moved: Moved, where: str, reference: str) -> str:
 
 
 def _permuted_experts(scene: Scene) -> Iterator[Observation]:
-    for k in scene.others:
+    own = scene.witnesses
+    is_base = bool(own) and all(scene.permuted[k] == scene.permuted[own[0]] for k in own)
+    for parents in [own] if is_base else [(k,) for k in scene.others]:
+        k = parents[0]
+        names = (scene.base_name, ALL_PARENTS) if is_base else (scene.parent(k), scene.reference_name)
         elsewhere = {layer for stack in scene.moved.get(k, {}).values() for layer in stack}
         moved = {layer: each for layer, each in scene.permuted[k].items() if layer not in elsewhere}
         if moved:
             count = range_text([len(each) for each in moved.values()])
             yield problem(
                 "experts_permuted",
-                sentence=f"the experts of {scene.parent(k)} are in another order than those of "
-                f"{scene.reference_name}: in {layers_text(moved)}, {count} a layer are others.",
+                sentence=f"the experts of {names[0]} are in another order than those of "
+                f"{names[1]}: in {layers_text(moved)}, {count} a layer are others.",
                 remedy="Write align: experts in the recipe (docs/how-to/align-experts.md): as they are, each "
                 "is merged with another.",
-                layers=tuple(sorted(moved)), roles=(str(Role.EXPERT), str(Role.ROUTER)), parents=(k,),
+                layers=tuple(sorted(moved)), roles=(str(Role.EXPERT), str(Role.ROUTER)), parents=parents,
             )  # fmt: skip
 
 
@@ -142,16 +150,20 @@ def _unlike_roles(scene: Scene) -> Iterator[Observation]:
     by_role = scene.matrices.grouped("role")
     changes = changes_of(by_role, has_base=scene.has_base)
     for label, change in zip(by_role.labels, changes, strict=True):
-        for k in scene.others if label.role in scene.roles else []:
-            cosine = scene.roles[label.role][k, scene.reference]
-            if cosine < UNRELATED and change[k] > FAR:
-                what = f"of role {label.role} in {scene.parent(k)} have nothing in common with those of"
-                yield problem(
-                    "role_unlike",
-                    sentence=f"the tensors {what} {scene.reference_name}: their cosine is {cosine:.2f}.",
-                    remedy=_UNLIKE_EXPERTS if label.role == Role.EXPERT else _UNLIKE,
-                    roles=(label.role,), parents=(k,),
-                )  # fmt: skip
+        cosines = scene.roles.get(label.role, np.full_like(scene.kinship, np.nan))
+        unlike = tuple(k for k in scene.others if cosines[k, scene.reference] < UNRELATED and change[k] > FAR)
+        pairs = combinations(unlike, 2)
+        is_base = unlike and unlike == scene.witnesses and all(cosines[pair] > _AT_ONE for pair in pairs)
+        for parents in [unlike] if is_base else [(k,) for k in unlike]:
+            k = parents[0]
+            names = (scene.base_name, ALL_PARENTS) if is_base else (scene.parent(k), scene.reference_name)
+            yield problem(
+                "role_unlike",
+                sentence=f"the tensors of role {label.role} in {names[0]} have nothing in common with those "
+                f"of {names[1]}: their cosine is {cosines[k, scene.reference]:.2f}.",
+                remedy=_UNLIKE_EXPERTS if label.role == Role.EXPERT else _UNLIKE,
+                roles=(label.role,), parents=parents,
+            )  # fmt: skip
 
 
 def _equal_parents(scene: Scene) -> Iterator[Observation]:
