@@ -102,7 +102,7 @@ def _moved_layers(scene: Scene) -> Iterator[Observation]:
                 "layers_moved",
                 sentence=f"{_movement(moved, where, scene.reference_name)}.",
                 remedy="Fetch or convert the checkpoint anew, or order its layers by slices in the recipe: "
-                "as it is, each is merged with another.",
+                "as it is, each is merged with another. Slices that pair them on purpose can stay.",
                 layers=tuple(sorted(moved)), parents=(k,),
             )  # fmt: skip
 
