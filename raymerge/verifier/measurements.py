@@ -240,6 +240,8 @@ class Report:
     is_exact: bool = False
     skipped: Mapping[str, int] | None = None
     """Tensors of which nothing is known, by reason."""
+    is_base_named: bool = False
+    """Whether the recipe names the base among the models too, where it adds nothing."""
     raymerge: str = ""
 
     def save(self, path: Path) -> None:

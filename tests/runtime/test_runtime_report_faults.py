@@ -108,3 +108,10 @@ def test_experts_in_another_order_are_named_in_every_layout(family: mixtures.Fam
     places = [mixtures.store(tmp_path / name, model, family) for name, model in models.items()]
     (found,) = problems(*places)
     assert found.startswith("The experts of parent 2 (two) are in another order than those of the base")
+
+
+def test_the_base_named_as_a_parent_is_told() -> None:
+    models = [{"model": str(MODELS / name), "parameters": {"weight": 0.5}} for name in ("code", "base")]
+    recipe = {"merge_method": "task_arithmetic", "base_model": str(MODELS / "base"), "models": models}
+    (first, *_) = observations(raymerge.report(recipe))
+    assert "is the base itself" in first.sentence

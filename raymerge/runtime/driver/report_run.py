@@ -120,8 +120,18 @@ class ReportRun:
             speeds=(*subject.stages, *_segment_speeds(plan, subject.receipts)),
             is_exact=self._is_exact,
             skipped=found.skipped,
+            is_base_named=_is_base_named(plan.manifest["recipe"]),
             raymerge=version("raymerge"),
         )
+
+
+def _is_base_named(recipe: Mapping[str, Any]) -> bool:
+    models = recipe.get("models") or ()
+    return recipe.get("base_model") is not None and any(
+        each["model"] == recipe["base_model"]
+        for each in models
+        if isinstance(each, Mapping) and "model" in each
+    )
 
 
 def _parent_name(names: list[str], key: InputKey) -> str:

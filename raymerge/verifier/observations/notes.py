@@ -54,6 +54,12 @@ def not_measured(scene: Scene) -> Iterator[Observation]:
 
 
 def _parents_that_are_the_base(scene: Scene) -> Iterator[Observation]:
+    if scene.report.is_base_named:
+        yield note(
+            "is_base",
+            sentence=f"one of the models is {scene.base_name} itself, which changes nothing.",
+            remedy="Leave it out, or name the model that was meant.",
+        )
     for k in sorted(scene.silent):
         yield note(
             "is_base",
