@@ -86,6 +86,7 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_this_machine_can_merge(tmp_path: Path) -> None:
     """All of it for real: an embedded Ray starts, and the disk is measured."""
     outcome = run_command("doctor", "--json", cwd=tmp_path)
