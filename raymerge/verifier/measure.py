@@ -221,7 +221,9 @@ class _Part:
 
         ``sampled``: elements to read of each, 0 for all."""
         if not num_fused:
-            yield self._sums((self._first, self._stop), sampled)
+            # A tensor that is cut into several ops has one sample, in parts.
+            share = sampled * (self._stop - self._first) // prod(self._shape)
+            yield self._sums((self._first, self._stop), max(_LEAST, share) if sampled else 0)
             return
         size = prod(self._shape) // num_fused
         for expert in range(self._first // size, -(-self._stop // size)):
