@@ -102,7 +102,11 @@ def _pair(recipe: Recipe, block: Tokenizer, sources: Sequence[Source]) -> _Pair:
     base = next(source for source in sources if source.reference in merged)
     donor = next(source for source in sources if source.reference == block.source)
     read_rows = (base, donor) if block.approximation == "omp" else (base,)
-    problems = [*_of_recipe(recipe, base, donor, num_models=len(merged)), *_of_models(read_rows)]
+    problems = [
+        *_of_recipe(recipe, base, donor, num_models=len(merged)),
+        *_of_adapters((base, donor)),
+        *_of_rows(read_rows),
+    ]
     read = []
     for source in (base, donor):
         files = read_tokenizer_of(source)
@@ -136,11 +140,16 @@ def _of_recipe(recipe: Recipe, base: Source, donor: Source, *, num_models: int) 
         yield Problem(recipe.where("tokenizer", "source"), what, "Name the model whose vocabulary is wanted.")
 
 
-def _of_models(read_rows: Sequence[Source]) -> Iterator[Problem]:
-    for source in read_rows:
+def _of_adapters(models: Sequence[Source]) -> Iterator[Problem]:
+    """Also of a donor of which only the tokenizer is read: an adapter can bring another one."""
+    for source in models:
         if source.adapter is not None:
-            what = "it is laid over a model, and rows are made from stored ones."
+            what = "it is laid over a model, and rows and tokenizers are taken from stored ones."
             yield Problem(source.adapter.name, what, "Merge the adapter into its model first.")
+
+
+def _of_rows(read_rows: Sequence[Source]) -> Iterator[Problem]:
+    for source in read_rows:
         if source.pair is None or source.pair.embedding not in source.checkpoint.tensors:
             what = "it has no token embedding in plain numbers that is known as such."
             yield Problem(source.name, what, f"Name a model that has one. If it is quantised: {_PLAIN}")
@@ -189,11 +198,11 @@ def _problems(recipe: Recipe, spec: TransplantSpec) -> Iterator[Problem]:
     num_shared, base, donor = spec.shared.shape[1], spec.base.name, spec.donor.name
     if not num_shared:
         what = f"{base} and {donor} have no token in common, from which rows could be made."
-        remedy = "Check that these are the tokenizers that you mean, or write 'approximation: mean'."
+        remedy = "Check that these are the tokenizers that you mean, or take 'mean', which needs none."
         yield Problem(recipe.where("tokenizer", "approximation"), what, remedy)
     elif num_shared < spec.k:
         what = f"a row is to be made of {spec.k} shared tokens, and {base} and {donor} share {num_shared}."
-        yield Problem(recipe.where("tokenizer", "k"), what, f"Write k: {num_shared} or less.")
+        yield Problem(recipe.where("tokenizer", "k"), what, f"Take {num_shared} or less.")
 
 
 def _quantised(source: Source, spec: TransplantSpec) -> Iterator[Problem]:

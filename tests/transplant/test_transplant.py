@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kits.adapter_maker import PREFIX, lora_config, write_adapter
 from kits.checkpoint_maker import read_tensors
 from kits.command_line import run_command
 from kits.memory_meter import AllocationMeter
@@ -434,6 +435,24 @@ def test_donors_that_cannot_be_taken_are_refused(
     donor = write_model(tmp_path / "donor", space_tokens, METASPACE, seed=2)
     harm(donor)
     assert re.search(problem, _problems(raymerge.transplantation(base, donor, k=k)))
+
+
+@pytest.mark.parametrize("approximation", ["omp", "subword", "mean"])
+def test_adapters_are_refused_on_both_sides(
+    tmp_path: Path, base: Path, donor: Path, approximation: str
+) -> None:
+    """Also where only the tokenizer is taken: an adapter can bring another."""
+    names = [f"{PREFIX}model.layers.0.self_attn.q_proj.lora_{side}.weight" for side in "AB"]
+    for model, width in ((base, 32), (donor, 48)):
+        sizes = dict(zip(names, ((4, width), (width, 4)), strict=True))
+        write_adapter(
+            tmp_path / model.name,
+            {name: torch.ones(size) for name, size in sizes.items()},
+            lora_config(target_modules=["q_proj"]),
+        )
+    for pair in ((f"{base}+{tmp_path / 'base'}", donor), (base, f"{donor}+{tmp_path / 'donor'}")):
+        found = _problems(raymerge.transplantation(*pair, approximation))
+        assert "rows and tokenizers are taken from stored ones" in found
 
 
 @pytest.mark.parametrize(
