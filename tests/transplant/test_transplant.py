@@ -37,8 +37,8 @@ from kits.transplants import (
     write_model,
 )
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
 from transformers import AutoTokenizer
 
 import raymerge
@@ -178,6 +178,20 @@ def test_pieces_of_a_metaspace_tokenizer_have_no_space_in_front(
     text = next(text for text in ids if re.fullmatch("[a-z]{2}", text) and text not in theirs)
     pieces = [theirs[each] for each in text]
     torch.testing.assert_close(found[EMBEDDING][ids[text]], own[EMBEDDING][pieces].mean(0))
+
+
+def test_a_token_spelled_none_is_no_unknown_token(tmp_path: Path) -> None:
+    """Where the tokenizer has none, which its file says with null."""
+    vocab = {"<|end|>": 0, "N": 1, "o": 2, "n": 3, "e": 4, "No": 5, "Non": 6, "None": 7}
+    words = Tokenizer(BPE(vocab, [("N", "o"), ("No", "n"), ("Non", "e")]))
+    words.decoder = decoders.ByteLevel()
+    base = write_model(tmp_path / "base", words, {"eos_token": "<|end|>"}, seed=1)
+    wanted = Tokenizer(WordLevel({"<|end|>": 0, "Nonen": 1}, unk_token="<|end|>"))
+    donor = write_model(tmp_path / "donor", wanted, {"eos_token": "<|end|>"}, seed=2)
+    found, own = (
+        read_tensors(each)[EMBEDDING] for each in (transplant(base, donor, tmp_path / "out", "subword"), base)
+    )
+    torch.testing.assert_close(found[1], own[[7, 3]].mean(0))
 
 
 def test_tokenizer_and_special_tokens_are_the_donors(

@@ -121,8 +121,10 @@ def _written(raw: bytes, character_of: Mapping[int, str] | None) -> str | None:
 
 
 def _unknown(model: Mapping[str, Any], files: TokenizerFiles) -> int | None:
-    number = model.get("unk_id")
-    return files.tokens.get(str(model.get("unk_token"))) if number is None else int(number)
+    number, text = model.get("unk_id"), model.get("unk_token")
+    if number is not None:
+        return int(number)
+    return None if text is None else files.tokens.get(text)
 
 
 def _form(text: str, byte_of: Mapping[str, int] | None, *, is_added: bool) -> Form:
