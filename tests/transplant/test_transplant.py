@@ -194,6 +194,16 @@ def test_a_token_spelled_none_is_no_unknown_token(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1], own[[7, 3]].mean(0))
 
 
+def test_only_special_tokens_that_differ_are_told(tmp_path: Path, base: Path, donor: Path) -> None:
+    other = write_model(tmp_path / "other", metaspace(420, plain_text("english")), METASPACE, seed=3)
+    notes = {
+        each: raymerge.plan(raymerge.transplantation(each, donor, "mean")).manifest["notes"]
+        for each in (base, other)
+    }
+    assert any("eos_token is '</s>' as in" in note for note in notes[base])
+    assert not any("also in the configs" in note for note in notes[other])
+
+
 def test_tokenizer_and_special_tokens_are_the_donors(
     tmp_path: Path, byte_tokens: Tokenizer, space_tokens: Tokenizer
 ) -> None:

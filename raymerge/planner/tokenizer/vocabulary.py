@@ -311,7 +311,7 @@ def _remarks(decided: _Decided, config_changes: Mapping[str, Any]) -> list[str]:
     own = {} if decided.giver.tokenizer is None else decided.giver.tokenizer.roles
     name, donor = lead.model.name, decided.giver.name
     for role, text in decided.other_roles.items():
-        if role in own:
+        if own.get(role, text) != text:
             notes.append(f"{role} is {text!r} as in {name}, also in the configs; {donor} has {own[role]!r}")
     for model in decided.known.values():
         if model.model.used is None:
