@@ -303,8 +303,16 @@ def word_or_reference(*words: str) -> Callable[[object, ValidationInfo], str | M
     return read
 
 
-def plain_word_or_reference(source: str | ModelReference) -> object:
-    return source if isinstance(source, str) else plain_reference(source)
+def plain_word_or_reference(*words: str) -> Callable[[str | ModelReference], object]:
+    """A model whose path is one of the words is written as a map, which is read as a model again."""
+
+    def plain(source: str | ModelReference) -> object:
+        if isinstance(source, str):
+            return source
+        form = plain_reference(source)
+        return {"model": _plain_path(source.path, source.revision)} if form in words else form
+
+    return plain
 
 
 Text: TypeAlias = Annotated[str, by(read_text)]

@@ -42,7 +42,7 @@ from raymerge.recipes.entry import RECIPE, Exists, Reading
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, order_problems
-from raymerge.recipes.schema import Recipe
+from raymerge.recipes.schema import TOKENIZER_WORDS, Recipe
 from raymerge.recipes.settings import OUT_FORMATS, ROLE_NAMES, Scalar
 
 UNREADABLE = Scalar(math.nan)
@@ -386,7 +386,9 @@ def transplant_recipe(
 ) -> AnyRecipe:
     """A passthrough of one model with the vocabulary of another; ``settings`` are those of the ``tokenizer``
     block. Raises RecipeError with all faults."""
-    block = {"source": donor, **{key: value for key, value in settings.items() if value is not None}}
+    # A directory may have the name of a word: here it is always a path.
+    source = {"model": {"path": donor}} if donor in TOKENIZER_WORDS else donor
+    block = {"source": source, **{key: value for key, value in settings.items() if value is not None}}
     content = {"merge_method": "passthrough", "models": [{"model": model}], "tokenizer": block}
     return recipe_from_mapping(content, _FlagPlaces("transplant"), exists=exists)
 

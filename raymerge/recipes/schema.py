@@ -88,10 +88,11 @@ def _plain_row(row: ModelReference | ZeroRow | TokenRow) -> object:
     return row.model_dump(mode="json", exclude_none=True)
 
 
+TOKENIZER_WORDS = ("union", "base")
 TokenizerSource: TypeAlias = Annotated[
     Literal["union", "base"] | ModelReference,
-    PlainValidator(word_or_reference("union", "base")),
-    PlainSerializer(plain_word_or_reference),
+    PlainValidator(word_or_reference(*TOKENIZER_WORDS)),
+    PlainSerializer(plain_word_or_reference(*TOKENIZER_WORDS)),
 ]
 RowSource: TypeAlias = Annotated[
     ModelReference | ZeroRow | TokenRow, PlainValidator(_read_row), PlainSerializer(_plain_row)
@@ -135,10 +136,10 @@ class Tokenizer(Entry):
         approximation = data.get("approximation")
         if data.get("k") is not None and approximation != "omp":
             what = "'k' is the number of tokens that omp makes a row of."
-            yield Fault(("k",), what, "Remove it, or write 'approximation: omp'.")
+            yield Fault(("k",), what, "Remove it, or take omp.")
         if approximation is None:
             return
-        if data.get("source", "union") in ("union", "base"):
+        if data.get("source", "union") in TOKENIZER_WORDS:
             what = "'approximation' makes rows for the tokens of another model."
             yield Fault(("source",), what, "Name that model: 'source: PATH'.")
         if data.get("tokens"):
@@ -177,7 +178,7 @@ class AdapterOutput(Entry):
 RouterSource: TypeAlias = Annotated[
     Literal["merge", "base"] | ModelReference,
     PlainValidator(word_or_reference("merge", "base")),
-    PlainSerializer(plain_word_or_reference),
+    PlainSerializer(plain_word_or_reference("merge", "base")),
 ]
 
 _WORDS = ("experts", "none")

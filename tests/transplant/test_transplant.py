@@ -204,6 +204,20 @@ def test_only_special_tokens_that_differ_are_told(tmp_path: Path, base: Path, do
     assert not any("also in the configs" in note for note in notes[other])
 
 
+def test_a_donor_may_have_the_name_of_a_word(
+    base: Path, donor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the recipe that is kept in the output is read again."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base, "small")
+    expected = transplant(Path("small"), donor, tmp_path / "out", "mean") / "model.safetensors"
+    for word in ("base", "union"):
+        shutil.copytree(donor, word)
+        out = transplant(Path("small"), Path(word), tmp_path / f"out-{word}", "mean")
+        assert (out / "model.safetensors").read_bytes() == expected.read_bytes()
+        assert raymerge.replay(out).problems == ()
+
+
 def test_tokenizer_and_special_tokens_are_the_donors(
     tmp_path: Path, byte_tokens: Tokenizer, space_tokens: Tokenizer
 ) -> None:
