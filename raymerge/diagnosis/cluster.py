@@ -49,8 +49,9 @@ Refusals = tuple[tuple[str, str], ...]
 def ask_nodes(address: str | None, places: Sequence[str] = (), *, seconds: float) -> ClusterFacts | Refusals:
     """What the nodes say of themselves, or why they cannot be asked; None asks an embedded Ray.
 
-    In a process of its own: Ray ends the one that it loses its cluster in, and waits for minutes."""
-    command = [sys.executable, "-m", _QUESTION, address or "", *places]
+    In a process of its own: Ray ends the one that it loses its cluster in, and waits for minutes. With -P,
+    without which modules in the current directory would be run."""
+    command = [sys.executable, "-P", "-m", _QUESTION, address or "", *places]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             answer, error = process.communicate(timeout=seconds)

@@ -168,6 +168,19 @@ def test_what_the_nodes_say_comes_from_the_process_that_asks(
     assert [(each.topic, each.fact.split(" where")[0]) for each in problems] == [("node other", "torch 1.0")]
 
 
+def test_no_module_of_the_current_directory_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "models"
+    here.mkdir()
+    for name in ("json", "psutil", "question"):
+        (here / f"{name}.py").write_text("open('was_run', 'w')")
+    program = """import json, psutil\nprint(json.dumps({"problems": [["asked.", ""]]}))"""
+    _asking(tmp_path, monkeypatch, program)
+    monkeypatch.chdir(here)
+    (check,) = cluster.embedded_ray(seconds=20)
+    assert check.fact == "asked."
+    assert not (here / "was_run").exists()
+
+
 def test_the_jobs_api_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = SimpleNamespace(json=lambda: {"version": "4", "ray_version": "2.55.1"})
     client = SimpleNamespace(get_version=lambda: "4", _do_request=lambda *_: reply)

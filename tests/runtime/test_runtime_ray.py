@@ -300,3 +300,24 @@ def test_an_embedded_ray_starts_no_process_without_use() -> None:
     helpers = ("dashboard/dashboard.py", "monitor.py", "log_monitor.py")
     assert not [each for each in commands if any(name in each for name in helpers)]
     assert is_unchanged == "True"
+
+
+def test_workers_look_for_no_module_in_the_current_directory(ray_cluster: Any) -> None:
+    config = ray_cluster._private.worker.global_worker.core_worker.get_job_config()
+    assert os.getcwd() not in config.py_driver_sys_path
+
+
+@pytest.mark.slow
+def test_no_module_beside_a_recipe_is_run(small: Family, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(json.dumps(recipes(small)["linear"]))
+    for name in ("numba", "torch", "safetensors", "json", "raymerge"):
+        (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/was_run', 'w')")
+    code = "from raymerge.cli.main import main; main()"
+    subprocess.run(
+        [sys.executable, "-P", "-c", code, "submit", recipe, "-o", "out", "--workers", "1"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=tmp_path,
+        check=True,
+    )
+    assert not (tmp_path / "was_run").exists()

@@ -201,7 +201,16 @@ class RayConnection:
                 log_to_driver=False,
                 logging_level="ERROR",
                 object_store_memory=OBJECT_STORE_BYTES,
+                job_config=_own_code_only(),
             )
+
+
+def _own_code_only() -> Any:
+    """Keeps the current directory, where models and recipes of others may lie, from where workers look for
+    modules, before all others: Ray leaves it out of jobs of its remote client alone."""
+    from ray.job_config import JobConfig
+
+    return JobConfig(_client_job=True)
 
 
 def check_limits(root: Path) -> None:
