@@ -15,6 +15,7 @@ from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, NonFiniteError, Problem
 from raymerge.planner.inputs.sources import open_adapter_reference, refuse_unread, unread_problem
 from raymerge.recipes.entry import ModelReference, parse_reference
+from raymerge.storage.addresses import shown
 from raymerge.storage.open import USUAL, Lookup, resolve_source
 from raymerge.storage.store import ReadStore
 
@@ -171,4 +172,6 @@ def parsed_model(text: str) -> ModelReference:
     try:
         return parse_reference(text, exists=os.path.isdir)
     except FaultError as error:
-        raise CheckpointError([Problem(text, fault.what, fault.remedy) for fault in error.faults]) from error
+        raise CheckpointError(
+            [Problem(shown(text), fault.what, fault.remedy) for fault in error.faults]
+        ) from error

@@ -29,7 +29,7 @@ from raymerge.documents.positions import Places, yaml_text
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
 from raymerge.errors import RecipeError
 from raymerge.recipes.settings import Setting, plain_setting, read_setting
-from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, is_object_place, shown
+from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, USER, is_object_place, shown
 from raymerge.units import parse_size
 
 Exists = Callable[[str], bool]
@@ -67,9 +67,9 @@ def parse_reference(text: str, *, exists: Exists = never_exists) -> ModelReferen
     Raises FaultError for an empty part, several adapters or revisions."""
     if ("+" in text or "@" in text) and exists(text):
         return ModelReference(text)
-    pieces = text.split("+")
+    pieces = _split(text, "+")
     if len(pieces) > 2:
-        raise refusal(f"'{text}' names more than one adapter ('+' twice).", _MAP_FORM)
+        raise refusal(f"'{shown(text)}' names more than one adapter ('+' twice).", _MAP_FORM)
     path, revision = _split_revision(pieces[0], text)
     if len(pieces) == 1:
         return ModelReference(path, revision)
@@ -121,12 +121,19 @@ def _plain_path(path: str, revision: str | None) -> dict[str, str]:
     return {"path": path} if revision is None else {"path": path, "revision": revision}
 
 
+def _split(text: str, mark: str) -> list[str]:
+    """The parts between marks, of which none is in the user or password of an address."""
+    kept = {at for each in USER.finditer(text) for at in range(*each.span())}
+    cuts = [at for at, letter in enumerate(text) if letter == mark and at not in kept]
+    return [text[start:end] for start, end in zip([0, *(at + 1 for at in cuts)], [*cuts, None], strict=True)]
+
+
 def _split_revision(piece: str, text: str) -> tuple[str, str | None]:
-    path, *revisions = piece.split("@")
+    path, *revisions = _split(piece, "@")
     if len(revisions) > 1:
-        raise refusal(f"'{text}' gives one model two revisions ('@' twice).", _MAP_FORM)
+        raise refusal(f"'{shown(text)}' gives one model two revisions ('@' twice).", _MAP_FORM)
     if not path.strip() or "" in revisions:
-        raise refusal(f"'{text}' has an empty path or revision.", _FORMS)
+        raise refusal(f"'{shown(text)}' has an empty path or revision.", _FORMS)
     return path, revisions[0] if revisions else None
 
 

@@ -114,7 +114,8 @@ _WEB = ("http", "https")
 _CHAIN = "::"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join((*OBJECT_SCHEMES, HUB_SCHEME, _FILE))}):/(?!/)", re.IGNORECASE)
-_USER = re.compile(r"(?<=://)[^/@?#]*@")
+USER = re.compile(rf"(?<!{HUB_SCHEME}://)(?<=://)[^/@?#:+]*(?::[^/?#]*)?@", re.IGNORECASE)
+"""A user with the password, and the "@" behind them. Addresses of the Hub have none, but revisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def parse_place(place: str) -> Place:
         return Place(scheme, rest.rstrip("/"))
     path, _, query = rest.partition("?")
     bucket = path.partition("/")[0]
-    if _USER.search(place) or bucket in ("", ".", ".."):
+    if USER.search(place) or bucket in ("", ".", ".."):
         what = f"is not a place in an object store, such as {scheme}://bucket/directory."
         remedy = "Write the bucket's name and the path in it; credentials come from the environment."
         raise OptionError(Problem(shown(place), what, remedy))
@@ -253,9 +254,8 @@ def parent_and_name(place: str) -> tuple[str, str]:
 
 def shown(place: str) -> str:
     """A place for messages and records: without user, password, options or query."""
-    if _scheme_of(place) in ("", _FILE, HUB_SCHEME):
-        return place  # the Hub's addresses have a revision behind "@"
-    return _USER.sub("", place).partition("?")[0]
+    hidden = USER.sub("", place)
+    return hidden if _scheme_of(place) in ("", _FILE, HUB_SCHEME) else hidden.partition("?")[0]
 
 
 def _check_scheme(place: str, scheme: str) -> None:
@@ -285,6 +285,6 @@ def _check_slashes(place: str) -> None:
 def _local_path(place: str) -> str:
     machine, slash, path = place.partition("://")[2].partition("/")
     if machine not in ("", "localhost"):
-        what = f"names the machine {machine}, but a file:// address is a path on this one."
-        raise OptionError(Problem(place, what, "Write file:///path, or just the path."))
+        what = f"names the machine {machine.rpartition('@')[2]}, but a file:// address is a path on this one."
+        raise OptionError(Problem(shown(place), what, "Write file:///path, or just the path."))
     return unquote(slash + path)

@@ -363,3 +363,14 @@ def test_the_same_from_python(tmp_path: Path) -> None:
         text = raymerge.suggestion_text(suggestion)
         assert raymerge.plan(yaml.safe_load(text)).problems == ()
     assert (suggestion.kind, suggestion.method, len(suggestion.models)) == ("merge", "ties", 2)
+
+
+@pytest.mark.parametrize(
+    "place", ["https://me:pw@h/x", "oss://me:pw@h/x@v1@v2", "s3://me:pw@h/x", "file://me:pw@h/x"]
+)
+@pytest.mark.parametrize("verb", ["init", "inspect", "diff"])
+def test_a_password_in_an_address_is_not_shown(place: str, verb: str, tmp_path: Path) -> None:
+    outcome = run_command(verb, place, *(["one"] if verb == "diff" else []), cwd=tmp_path)
+    outcome.check_refusal(place.replace("me:pw@", ""))
+    assert "pw" not in outcome.text
+    assert "me:" not in outcome.text

@@ -289,6 +289,11 @@ def faults_in(value: object) -> list[Fault]:
         ("base@v1+lora@v2", ModelReference("base", "v1", "lora", "v2")),
         ("base+lora@v2", ModelReference("base", None, "lora", "v2")),
         ("/data/my model", ModelReference("/data/my model")),
+        ("hf://gpt2@main", ModelReference("hf://gpt2", "main")),
+        ("hdfs://me@host/a", ModelReference("hdfs://me@host/a")),
+        ("https://me:p@s+s@h/a@v1", ModelReference("https://me:p@s+s@h/a", "v1")),
+        ("s3://b/a+oss://k:s@b/c@v1", ModelReference("s3://b/a", None, "oss://k:s@b/c", "v1")),
+        ("s3://b+lora@v2", ModelReference("s3://b", None, "lora", "v2")),
     ],
 )
 def test_the_grammar(text: str, reference: ModelReference) -> None:

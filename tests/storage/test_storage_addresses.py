@@ -101,7 +101,11 @@ def test_local_places() -> None:
 def test_nothing_secret_is_shown() -> None:
     assert shown("s3://key:secret@bucket/a?X-Amz-Signature=abc") == "s3://bucket/a"
     assert shown("hdfs://user:secret@host/a") == "hdfs://host/a"
+    assert shown("https://user:p@ss+word@host/a") == "https://host/a"
+    assert shown("base+oss://key:secret@bucket/a@v1") == "base+oss://bucket/a@v1"
+    assert shown("file://user:secret@host/a") == "file://host/a"
     assert shown("hf://org/name@main") == "hf://org/name@main"
+    assert shown("HF://gpt2@main") == "HF://gpt2@main"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from raymerge.planner.inputs.sources import open_adapter_reference, open_referen
 from raymerge.planner.inspection import inspect_checkpoint
 from raymerge.planner.tokenizer.vocabulary import convert_slow_tokenizer
 from raymerge.recipes.entry import ModelReference, parse_reference
-from raymerge.storage.addresses import is_remote
+from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import is_hub_name
 from raymerge.storage.open import Lookup, open_store, resolve_source
 
@@ -117,9 +117,9 @@ def read_model(reference: ModelReference, lookup: Lookup) -> NamedModel:
     Raises CheckpointError: it is absent, broken or unsupported."""
     place = _place(reference, lookup)
     if reference.lora_path is None and _is_adapter(place):
-        adapter = open_adapter(place, str(reference), pickled=True)
+        adapter = open_adapter(place, shown(str(reference)), pickled=True)
         return NamedModel(reference, _names(reference.path, place), tuple(_claims(adapter)), adapter=adapter)
-    checkpoint = replace(open_reference(ModelReference(place), lookup=lookup), name=str(reference))
+    checkpoint = replace(open_reference(ModelReference(place), lookup=lookup), name=shown(str(reference)))
     is_fetched = is_remote(place) and not is_remote(reference.path)
     named = _model(reference, checkpoint, sum(file.nbytes for file in checkpoint.files) if is_fetched else 0)
     if reference.lora_path is None:
