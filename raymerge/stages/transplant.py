@@ -278,7 +278,7 @@ class MeanRows:
     def _read(self, source: Source, name: str, rows: Rows) -> torch.Tensor:
         """Float32 ``[n, width]`` on the CPU; ``rows`` in any order."""
         with Weights(source) as weights:
-            read = weights.gather_rows(name, rows.tolist(), at_once=_ROWS_AT_ONCE)
+            read = weights.read_rows(name, rows.tolist(), at_once=_ROWS_AT_ONCE)
         self.read_nbytes += read.numel() * 4
         if not bool(torch.isfinite(read).all()):
             what = f"{name} has elements that are NaN or infinite, and no row can be made of them."

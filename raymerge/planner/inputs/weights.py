@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 
@@ -73,34 +74,21 @@ class Weights:
             raise CheckpointError(Problem(self._source.name, what, "Merge the adapter into the model first."))
         return self._elements(resolved.gather_input().read, resolved.place.shape).clone()
 
-    def read_rows(self, logical: str, indices: Sequence[int]) -> torch.Tensor:
-        """Rows of a matrix, read one by one: float32 ``[len(indices), columns]``; KeyError where absent."""
+    def read_rows(self, logical: str, indices: Sequence[int], *, at_once: int = 1) -> torch.Tensor:
+        """Rows of a matrix: float32 ``[len(indices), columns]``; KeyError where absent. Runs of at most
+        ``at_once`` rows are read, and only those that hold some of them."""
         resolved = self._find_input(logical)
         read, (_, columns) = resolved.gather_input().read, resolved.place.shape
         if read.view is not None or resolved.factor is not None:
             return self.load(logical)[list(indices)]
-        width = read.dtype.nbytes(columns)
-        out = torch.empty(len(indices), columns)
-        for place, index in enumerate(indices):
-            one = read._replace(offset=read.offset + index * width, nbytes=width)
-            out[place] = self._elements(one, (columns,)).float()
-        return out
-
-    def gather_rows(self, logical: str, indices: Sequence[int], *, at_once: int) -> torch.Tensor:
-        """As ``read_rows``, for many of a matrix's rows: runs of at most ``at_once`` rows are read, and only
-        those that hold some of them."""
-        resolved = self._find_input(logical)
-        read, (_, columns) = resolved.gather_input().read, resolved.place.shape
-        if read.view is not None or resolved.factor is not None:
-            return self.load(logical)[list(indices)]
-        width, wanted = read.dtype.nbytes(columns), torch.tensor(indices, dtype=torch.int64)
-        out = torch.empty(len(wanted), columns)
-        for run in sorted({index // at_once for index in indices}):
-            places = (wanted // at_once == run).nonzero()[:, 0]
-            rows = wanted[places]
-            first, last = int(rows.min()), int(rows.max())
+        width, out = read.dtype.nbytes(columns), torch.empty(len(indices), columns)
+        order = sorted(range(len(indices)), key=lambda place: indices[place])
+        for _, run in groupby(order, key=lambda place: indices[place] // at_once):
+            places = list(run)
+            first, last = indices[places[0]], indices[places[-1]]
             some = read._replace(offset=read.offset + first * width, nbytes=(last + 1 - first) * width)
-            out[places] = self._elements(some, (last + 1 - first, columns))[rows - first].float()
+            rows = self._elements(some, (last + 1 - first, columns))
+            out[places] = rows[[indices[place] - first for place in places]].float()
         return out
 
     def _find_input(self, logical: str) -> ResolvedInput:
