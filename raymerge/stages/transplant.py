@@ -74,7 +74,8 @@ def matching_pursuit(
 
 
 def _best(atoms: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """The atom with the largest product with each row that is left: none of those already chosen."""
+    """The atom with the largest product with each row that is left. One that was chosen before has a product
+    near 0: it comes again only where nothing is left, and counts for nothing."""
     values, indices = [], []
     for begin in range(0, len(atoms), _ATOMS_AT_ONCE):
         sizes = (left @ atoms[begin : begin + _ATOMS_AT_ONCE].T).abs_()
@@ -148,14 +149,14 @@ class TransplantWork:
         is read has NaN or infinity."""
         del budget
         matrix, block = self._at(number)
-        maker, read = self._rows_maker(matrix, device)
         places = self._rows_of(block)
         placed, width, cost = self._placed[matrix.name], matrix.base_shape[1] * 4, self._cost(matrix, block)
         left: list[float] = []
-        with LocalStore(staging) as store:
+        with LocalStore(staging) as store, _Reader(self._spec, matrix, device) as reader:
+            maker = self._rows_maker(matrix, reader)
             store.create(RESULT_FILE, self._stage.layout.nbytes)
             for begin in range(0, len(places), BATCH):
-                rows, shares = maker.rows(places[begin : begin + BATCH])
+                rows, shares = maker.rows(places[begin : begin + BATCH], reader)
                 raw = rows.cpu().float().contiguous().view(-1).view(torch.uint8).numpy().data
                 offset = placed.offset + (int(places[0]) + begin) * width
                 store.write_at(RESULT_FILE, offset, raw)
@@ -163,7 +164,7 @@ class TransplantWork:
                 tell(cost * (begin + len(rows)) // len(places))
             store.sync(RESULT_FILE)
             store.write_atomic(_report_key(number), json.dumps(left).encode())
-        return read + maker.nbytes_of(places), len(places) * width
+        return reader.nbytes, len(places) * width
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
         matrix, block = self._at(number)
@@ -205,17 +206,17 @@ class TransplantWork:
     def _rows_of(self, block: int) -> Rows:
         return np.arange(block * BLOCK, min((block + 1) * BLOCK, len(self._spec.targets)))
 
-    def _rows_maker(self, matrix: RowMatrix, device: torch.device) -> tuple[MeanRows, int]:
-        """What makes a matrix's rows, kept for the next unit, and the bytes read for it now."""
-        key = matrix.name, str(device)
+    def _rows_maker(self, matrix: RowMatrix, reader: _Reader) -> MeanRows:
+        """What makes a matrix's rows, kept for the next unit."""
+        key = matrix.name, str(reader.device)
         if self._maker is not None and self._maker[0] == key:
-            return self._maker[1], 0
+            return self._maker[1]
         # Not both at once.
         self._maker = None
         kinds = {"omp": PursuitRows, "subword": SubwordRows, "mean": MeanRows}
-        maker = kinds[self._spec.approximation](self._spec, matrix, device)
+        maker = kinds[self._spec.approximation](self._spec, reader)
         self._maker = key, maker
-        return maker, maker.read_nbytes
+        return maker
 
 
 def _report_key(number: int) -> str:
@@ -233,7 +234,7 @@ def _shared_nbytes(spec: TransplantSpec, matrix: RowMatrix) -> int:
 def _work_nbytes(spec: TransplantSpec, matrix: RowMatrix) -> int:
     """Bytes of a batch in hand, and of the rows being read."""
     own, other = matrix.base_shape[1], matrix.donor_shape[1]
-    reading = _ROWS_AT_ONCE * max(own, other) * 12
+    reading = _ROWS_AT_ONCE * max(own, other) * 16
     rows = BATCH * own * 24
     if spec.approximation != "omp":
         return reading + rows
@@ -242,82 +243,103 @@ def _work_nbytes(spec: TransplantSpec, matrix: RowMatrix) -> int:
     return max(reading, pursuit) + rows
 
 
-class MeanRows:
-    """Makes rows of one matrix on a device: here the mean of all for every token."""
+class _Reader:
+    """Rows of a matrix in base and donor, float32 ``[n, width]`` on a device. Use it as a context: what it
+    opens is open for a unit."""
 
     def __init__(self, spec: TransplantSpec, matrix: RowMatrix, device: torch.device) -> None:
-        self.spec = spec
-        self.matrix = matrix
         self.device = device
-        self.read_nbytes = 0
-        self.mean = self._mean()
+        self.width = matrix.base_shape[1]
+        self.nbytes = 0
+        self._spec = spec
+        self._matrix = matrix
+        self._opened: dict[str, Weights] = {}
 
-    def rows(self, places: Rows) -> tuple[torch.Tensor, list[float]]:
-        """The rows of some targets, float64 ``[n, width]``; and for each that is projected the share of its
-        length that is left."""
-        return self.mean.expand(len(places), -1), []
+    def __enter__(self) -> _Reader:
+        return self
 
-    def nbytes_of(self, places: Rows) -> int:
-        del places
-        return 0
+    def __exit__(self, *_: object) -> None:
+        for weights in self._opened.values():
+            weights.close()
 
     def base_rows(self, rows: Rows) -> torch.Tensor:
-        return self._read(self.spec.base, self.matrix.base, rows).to(self.device)
+        return self._read(self._spec.base, self._matrix.base, rows).to(self.device)
 
     def donor_rows(self, rows: Rows) -> torch.Tensor:
-        return self._read(self.spec.donor, self.matrix.donor, rows).to(self.device)
+        return self._read(self._spec.donor, self._matrix.donor, rows).to(self.device)
 
-    def _mean(self) -> torch.Tensor:
+    def mean(self) -> torch.Tensor:
         """The mean of all of the base's rows that have a token: float64 ``[width]``."""
-        known, total = self.spec.known, torch.zeros(self.matrix.base_shape[1], dtype=torch.float64)
+        known, total = self._spec.known, torch.zeros(self.width, dtype=torch.float64)
         for begin in range(0, len(known), _ROWS_AT_ONCE):
-            some = self._read(self.spec.base, self.matrix.base, known[begin : begin + _ROWS_AT_ONCE])
+            some = self._read(self._spec.base, self._matrix.base, known[begin : begin + _ROWS_AT_ONCE])
             total += some.double().sum(0)
         return (total / max(1, len(known))).to(self.device)
 
     def _read(self, source: Source, name: str, rows: Rows) -> torch.Tensor:
-        """Float32 ``[n, width]`` on the CPU; ``rows`` in any order."""
-        with Weights(source) as weights:
-            read = weights.read_rows(name, rows.tolist(), at_once=_ROWS_AT_ONCE)
-        self.read_nbytes += read.numel() * 4
-        if not bool(torch.isfinite(read).all()):
+        """On the CPU; ``rows`` in any order."""
+        if source.name not in self._opened:
+            self._opened[source.name] = Weights(source)
+        read = self._opened[source.name].read_rows(name, rows.tolist(), at_once=_ROWS_AT_ONCE)
+        self.nbytes += read.numel() * 4
+        # Both ends are NaN where any element is, and unlike a mask they take no memory.
+        if read.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(read)):
             what = f"{name} has elements that are NaN or infinite, and no row can be made of them."
             raise NonFiniteError(Problem(source.name, what, "Take a checkpoint without such elements."))
         return read
 
 
+class MeanRows:
+    """Makes rows of one matrix on a device: here the mean of all for every token."""
+
+    def __init__(self, spec: TransplantSpec, reader: _Reader) -> None:
+        del reader
+        self.spec = spec
+        self._mean: torch.Tensor | None = None
+
+    def rows(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
+        """The rows of some targets, float64 ``[n, width]``; and for each that is projected the share of its
+        length that is left."""
+        return self.means(len(places), reader), []
+
+    def means(self, count: int, reader: _Reader) -> torch.Tensor:
+        """So many rows of the mean, which is read when it is first needed."""
+        if self._mean is None:
+            self._mean = reader.mean()
+        return self._mean.repeat(count, 1)
+
+
 class SubwordRows(MeanRows):
-    def __init__(self, spec: TransplantSpec, matrix: RowMatrix, device: torch.device) -> None:
-        super().__init__(spec, matrix, device)
+    def __init__(self, spec: TransplantSpec, reader: _Reader) -> None:
+        super().__init__(spec, reader)
         used = sorted({row for pieces in spec.pieces for row in pieces})
         self._places = {row: place for place, row in enumerate(used)}
-        self._own = self.base_rows(np.array(used, dtype=np.int64))
+        self._own = reader.base_rows(np.array(used, dtype=np.int64))
 
-    def rows(self, places: Rows) -> tuple[torch.Tensor, list[float]]:
-        made = self.mean.repeat(len(places), 1)
+    def rows(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
+        made = torch.empty(len(places), reader.width, dtype=torch.float64, device=reader.device)
         for at, place in enumerate(places.tolist()):
             pieces = [self._places[row] for row in self.spec.pieces[place]]
-            if pieces:
-                made[at] = self._own[pieces].double().mean(0)
+            made[at] = self._own[pieces].double().mean(0) if pieces else self.means(1, reader)[0]
         return made, []
 
 
 class PursuitRows(MeanRows):
-    def __init__(self, spec: TransplantSpec, matrix: RowMatrix, device: torch.device) -> None:
-        super().__init__(spec, matrix, device)
+    def __init__(self, spec: TransplantSpec, reader: _Reader) -> None:
+        super().__init__(spec, reader)
         theirs, own = spec.shared
-        self._atoms, self._own = self.donor_rows(theirs), self.base_rows(own)
+        self._atoms, self._own = reader.donor_rows(theirs), reader.base_rows(own)
 
-    def rows(self, places: Rows) -> tuple[torch.Tensor, list[float]]:
+    def rows(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
         asked = self.spec.targets[places]
         has_row = np.flatnonzero(asked >= 0)
-        made = self.mean.repeat(len(places), 1)
         if not len(has_row):
-            return made, []
-        targets = self.donor_rows(asked[has_row]).double()
+            return self.means(len(places), reader), []
+        targets = reader.donor_rows(asked[has_row]).double()
         chosen, coefficients, left = matching_pursuit(self._atoms, targets, self.spec.k)
-        made[torch.from_numpy(has_row).to(self.device)] = combined(self._own, chosen, coefficients)
+        rows = combined(self._own, chosen, coefficients)
+        if len(has_row) == len(places):
+            return rows, left.tolist()
+        made = self.means(len(places), reader)
+        made[torch.from_numpy(has_row).to(reader.device)] = rows
         return made, left.tolist()
-
-    def nbytes_of(self, places: Rows) -> int:
-        return int((self.spec.targets[places] >= 0).sum()) * self.matrix.donor_shape[1] * 4

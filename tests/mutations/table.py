@@ -478,6 +478,8 @@ MUTATIONS = (
     # Rows of a transplanted vocabulary
     Mutation("stages/transplant.py", "left -= products", "left += products", TRANSPLANT),
     Mutation("stages/transplant.py", "_DEPENDENT = 1e-10", "_DEPENDENT = -1.0", TRANSPLANT),
+    Mutation("stages/transplant.py", "at_once=_ROWS_AT_ONCE)", "at_once=2**30)", TRANSPLANT),
+    Mutation("planner/transplant.py", "_of_adapters((base, donor))", "_of_adapters((base,))", TRANSPLANT),
     Mutation("planner/tokenizer/matching.py", "if row < base_rows:", "if row >= 0:", TRANSPLANT),
     Mutation(
         "planner/transplant.py", "shared = shared[shared < donor_rows]", "shared = shared[:]", TRANSPLANT

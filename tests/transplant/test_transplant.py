@@ -44,8 +44,10 @@ from transformers import AutoTokenizer
 import raymerge
 from raymerge.api import plan_for
 from raymerge.device_numerics import one_thread
-from raymerge.errors import IncompleteError, OptionError, PlanError, RecipeError
+from raymerge.errors import IncompleteError, NonFiniteError, OptionError, PlanError, RecipeError
 from raymerge.events import Event, StageStarted, UnitDone
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.weights import Weights
 from raymerge.stages import transplant as stage
 from raymerge.stages.transplant import combined, matching_pursuit
 
@@ -319,6 +321,24 @@ def test_the_command_shows_the_plan_and_what_it_made(tmp_path: Path, base: Path,
     )
 
 
+@pytest.mark.parametrize("approximation", ["omp", "subword", "mean"])
+def test_reading_takes_no_memory_of_the_size_of_a_matrix(
+    tmp_path: Path,
+    byte_tokens: Tokenizer,
+    space_tokens: Tokenizer,
+    approximation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside the rows that are kept, where these are many times those that are read at once."""
+    monkeypatch.setattr(stage, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(stage, "BATCH", 4)
+    wide = {"hidden": 4096, "num_hidden_layers": 0}
+    base = write_model(tmp_path / "base", byte_tokens, BYTE_LEVEL, seed=1, **wide)
+    donor = write_model(tmp_path / "donor", space_tokens, METASPACE, seed=2, **wide)
+    peak, least = _peak_and_budget(base, donor, tmp_path, approximation, k=1)
+    assert peak < least
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("approximation", ["omp", "subword", "mean"])
 def test_a_unit_keeps_to_the_memory_that_is_stated(tmp_path: Path, approximation: str) -> None:
@@ -328,16 +348,68 @@ def test_a_unit_keeps_to_the_memory_that_is_stated(tmp_path: Path, approximation
     donor = write_model(
         tmp_path / "donor", metaspace(2000, plain_text("code")), METASPACE, seed=2, hidden=768
     )
-    recipe = raymerge.transplantation(base, donor, approximation, k=16 if approximation == "omp" else None)
-    (planned,) = plan_for(recipe, tmp_path / "out")
+    peak, least = _peak_and_budget(base, donor, tmp_path, approximation, k=16)
+    assert peak < least
+
+
+def _peak_and_budget(base: Path, donor: Path, root: Path, approximation: str, *, k: int) -> tuple[int, int]:
+    """Bytes that a unit takes when its imports are done, and those that it states without its slack."""
+    recipe = raymerge.transplantation(base, donor, approximation, k=k if approximation == "omp" else None)
+    (planned,) = plan_for(recipe, root / "out")
     peaks = []
     for folder in ("warm", "measured"):
         work = stage.transplant_work(planned.stages[0])
-        (tmp_path / folder).mkdir()
+        (root / folder).mkdir()
         with one_thread(), AllocationMeter() as meter:
-            work.unit(0, staging=tmp_path / folder, device=torch.device("cpu"), budget=0, tell=lambda _: None)
+            work.unit(0, staging=root / folder, device=torch.device("cpu"), budget=0, tell=lambda _: None)
         peaks.append(meter.peak_bytes)
-    assert peaks[1] < work.least_budget() - 128 * 2**20
+    return peaks[1], work.least_budget() - 128 * 2**20
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("approximation", ["omp", "subword", "mean"])
+def test_no_row_is_made_of_what_is_not_finite(
+    base: Path, donor: Path, tmp_path: Path, approximation: str, value: float
+) -> None:
+    """A byte's row, which all ways read."""
+    tensors = read_tensors(base)
+    tensors[EMBEDDING][min(row for row, text in tokens_of(base).items() if text == "a"), 5] = value
+    broken = tmp_path / "broken"
+    shutil.copytree(base, broken)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match="no row can be made of them"):
+        transplant(broken, donor, tmp_path / "out", approximation, k=K if approximation == "omp" else None)
+
+
+@pytest.mark.parametrize("approximation", ["omp", "subword", "mean"])
+def test_headers_are_read_once_for_a_unit_and_files_closed(
+    base: Path, donor: Path, tmp_path: Path, approximation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the mean of all rows, which only some rows are, is read where it is needed."""
+    monkeypatch.setattr(stage, "BATCH", 4)
+    opened: list[str] = []
+    closed: list[str] = []
+
+    class Counted(Weights):
+        def __init__(self, source: Source) -> None:
+            super().__init__(source)
+            opened.append(self._source.name)
+
+        def close(self) -> None:
+            super().close()
+            closed.append(self._source.name)
+
+    monkeypatch.setattr(stage, "Weights", Counted)
+    means: list[int] = []
+    mean = stage._Reader.mean
+    monkeypatch.setattr(stage._Reader, "mean", lambda reader: means.append(1) or mean(reader))
+    recipe = raymerge.transplantation(base, donor, approximation, k=K if approximation == "omp" else None)
+    (planned,) = plan_for(recipe, tmp_path / "out")
+    work = stage.transplant_work(planned.stages[0])
+    work.unit(0, staging=tmp_path, device=torch.device("cpu"), budget=0, tell=lambda _: None)
+    assert sorted(opened) == sorted(closed)
+    assert len(opened) == (2 if approximation == "omp" else 1)
+    assert len(means) == (1 if approximation == "mean" else 0)
 
 
 def test_other_dtypes_and_a_second_stage_of_a_chain(base: Path, donor: Path, tmp_path: Path) -> None:
