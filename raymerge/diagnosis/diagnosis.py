@@ -52,7 +52,8 @@ def _questions(
             remedy = "Check the network, the proxy, and storage: in the profile."
             yield Question("store", there, usual, remedy, name, is_far=True)
         else:
-            yield Question("disk", partial(place.local_place, each), usual, _REPORT, name)
+            here = partial(place.local_place, each, is_output=each == where.profile.output)
+            yield Question("disk", here, usual, _REPORT, name)
     if own is _HERE:
         yield Question("Hub", place.hub_token, usual, _REPORT)
 

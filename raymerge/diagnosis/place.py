@@ -6,7 +6,9 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from raymerge.diagnosis.check import Check, note, ok, problem
@@ -29,22 +31,25 @@ _SLOW = 100e6
 _LITTLE_ROOM = 10 * 10**9
 _PROBE = "probe"
 _READ_SECONDS = 10.0
+_FILES_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     read: float
     """Bytes per second, past the page cache where the file system allows it."""
-    write: float
+    write: float | None
+    """None where nothing may be written."""
     nbytes: int
 
 
-def local_place(place: str, *, most_nbytes: int = _MOST_NBYTES) -> Iterator[Check]:
+def local_place(place: str, *, is_output: bool = False, most_nbytes: int = _MOST_NBYTES) -> Iterator[Check]:
+    """``is_output``: a merge will write there."""
     path = nearest(Path(os.path.abspath(os.path.expanduser(as_path(place)))))
     if path.is_file():
         path = path.parent
     if not os.access(path, os.W_OK | os.X_OK):
-        yield problem("disk", f"{path} may not be written to.", "Give a directory that you may write to.")
+        yield from _not_written(path, most_nbytes, is_output=is_output)
         return
     free = shutil.disk_usage(path).free
     kind = mount_of(path.stat().st_dev)[0] or "of an unknown kind"
@@ -63,6 +68,32 @@ def local_place(place: str, *, most_nbytes: int = _MOST_NBYTES) -> Iterator[Chec
         yield _sharing(directory)
 
 
+def _not_written(path: Path, most_nbytes: int, *, is_output: bool) -> Iterator[Check]:
+    if is_output:
+        yield problem("disk", f"{path} may not be written to.", "Give a directory that you may write to.")
+        return
+    if not os.access(path, os.R_OK | os.X_OK):
+        yield problem("disk", f"{path} may not be read.", "Give a directory that you may read.")
+        return
+    yield note("disk", f"{path} may be read, and not written to.", "Write results elsewhere, with -o OUT.")
+    nbytes, name = max(_readable(path), default=(0, ""))
+    if nbytes < _PIECE_NBYTES:
+        yield note("disk speed", "there is no large file to measure its speed with.")
+        return
+    with LocalStore(path) as store:
+        read = min(nbytes, most_nbytes)
+        yield _speed_check(Speed(_read_speed(store, name, read, _PIECE_NBYTES), None, read))
+
+
+def _readable(directory: Path) -> Iterator[tuple[int, str]]:
+    """Sizes and names of files there and below, of the first that are found."""
+    found = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    for path in islice(found, _FILES_LOOKED_AT):
+        with suppress(OSError):
+            if path.is_file() and os.access(path, os.R_OK):
+                yield path.stat().st_size, str(path.relative_to(directory))
+
+
 def measure(directory: Path, most_nbytes: int = _MOST_NBYTES) -> Speed:
     """Write a file in the way of a merge, make it durable, and read it again from the disk."""
     piece = aligned_buffer(min(_PIECE_NBYTES, most_nbytes))
@@ -75,15 +106,20 @@ def measure(directory: Path, most_nbytes: int = _MOST_NBYTES) -> Speed:
             written += len(piece)
         store.sync(_PROBE)
         write = written / (time.perf_counter() - began)
-        _forget(directory / _PROBE)
-        buffer = aligned_buffer(buffer_nbytes(len(piece)))
-        began, read = time.perf_counter(), 0
-        while read < written and time.perf_counter() - began < _MOST_SECONDS:
-            store.read_extent(_PROBE, read, len(piece), buffer)
-            read += len(piece)
-        speed = Speed(read / (time.perf_counter() - began), write, written)
+        read = _read_speed(store, _PROBE, written, len(piece))
         store.remove(_PROBE)
-    return speed
+    return Speed(read, write, written)
+
+
+def _read_speed(store: LocalStore, name: str, nbytes: int, piece_nbytes: int) -> float:
+    """Of whole pieces, past the page cache."""
+    _forget(Path(store.location(name)))
+    buffer = aligned_buffer(buffer_nbytes(piece_nbytes))
+    began, read = time.perf_counter(), 0
+    while read + piece_nbytes <= nbytes and time.perf_counter() - began < _MOST_SECONDS:
+        store.read_extent(name, read, piece_nbytes, buffer)
+        read += piece_nbytes
+    return read / (time.perf_counter() - began)
 
 
 def _forget(path: Path) -> None:
@@ -96,9 +132,10 @@ def _forget(path: Path) -> None:
 
 
 def _speed_check(speed: Speed) -> Check:
-    rates = f"reads {format_size(round(speed.read))}/s, writes {format_size(round(speed.write))}/s"
+    pace = {"reads": speed.read} | ({} if speed.write is None else {"writes": speed.write})
+    rates = ", ".join(f"{word} {format_size(round(each))}/s" for word, each in pace.items())
     fact = f"{rates} ({format_size(speed.nbytes)} past the cache)"
-    if min(speed.read, speed.write) < _SLOW:
+    if min(pace.values()) < _SLOW:
         return note(
             "disk speed", fact, "Merges run at the speed of storage: a faster disk makes them faster."
         )

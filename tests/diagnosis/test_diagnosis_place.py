@@ -15,8 +15,11 @@ from kits.google_server import GoogleServer
 from kits.reflink_mount import reflink_mount
 from kits.s3_server import ENVIRONMENT, S3Server, s3_server
 
+from raymerge.deploy.profiles import Profile
+from raymerge.deploy.targets.target import Where
 from raymerge.diagnosis import place
 from raymerge.diagnosis.check import Check, Question, examine
+from raymerge.diagnosis.diagnosis import _questions
 from raymerge.storage.addresses import StoreOptions, with_options
 
 MIB = 1 << 20
@@ -52,12 +55,40 @@ def test_a_slow_disk_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_a_directory_that_may_not_be_written_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a file of a model; root may write anywhere, so the system's answer is changed."""
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: allowed(path, mode) and not mode & os.W_OK)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(os.urandom(9 * MIB))
+    (tmp_path / "config.json").write_bytes(b"{}")
+    return tmp_path
+
+
+def test_a_place_that_is_only_read_is_a_note_with_its_speed(read_only: Path) -> None:
+    disk, speed = place.local_place(str(read_only))
+    assert (disk.verdict, disk.fact) == ("note", f"{read_only} may be read, and not written to.")
+    assert re.fullmatch(r"reads \S+ \w+/s \(9.44 MB past the cache\)", speed.fact)
+    (read_only / "model" / "model.safetensors").unlink()
+    (_, speed) = place.local_place(str(read_only))
+    assert (speed.verdict, speed.fact) == ("note", "there is no large file to measure its speed with.")
+
+
+def test_an_output_that_may_not_be_written_is_a_problem(read_only: Path) -> None:
+    where = Where("job", "http://h:8265", Profile(output=str(read_only)))
+    asked = {
+        each.subject: each for each in _questions(where, [str(read_only), "/"], {}, 9) if each.topic == "disk"
+    }
+    (check,) = asked[str(read_only)].ask()
+    assert (check.verdict, check.fact) == ("problem", f"{read_only} may not be written to.")
+    assert next(iter(asked["/"].ask())).verdict == "note"
+
+
+def test_a_place_that_may_not_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     (check,) = place.local_place(str(tmp_path))
-    assert (check.verdict, check.fact) == ("problem", f"{tmp_path} may not be written to.")
+    assert (check.verdict, check.fact) == ("problem", f"{tmp_path} may not be read.")
 
 
 def test_files_that_share_blocks_are_told(tmp_path: Path) -> None:
