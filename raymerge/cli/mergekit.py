@@ -5,10 +5,12 @@ The page docs/how-to/from-mergekit.md tells the same to people; a test compares 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +22,8 @@ from raymerge.errors import OptionError, Problem
 VALUE = "VALUE"
 """Stands for an option's value."""
 PAGE = "docs/how-to/from-mergekit.md"
+_OPTION = re.compile("--|-[A-Za-z]")
+"""How a word begins that is no value."""
 _SIZES = {"K": "KB", "M": "MB", "B": "GB"}
 """Units of ``--out-shard-size``: mergekit counts bytes, whatever its help says."""
 
@@ -179,10 +183,8 @@ def translate(arguments: Sequence[str], answers: Answers) -> Translation:
         if answer is None:
             ours.append(word)
             continue
-        if answer.takes_value and not value:
-            problems.append(
-                Problem(word, "a value is expected behind it.", "Add it, or leave the option out.")
-            )
+        if misused := _misused(word, answer, value):
+            problems.append(misused)
             continue
         ours += answer.filled(value)
         if answer.variable:
@@ -195,20 +197,34 @@ def translate(arguments: Sequence[str], answers: Answers) -> Translation:
     return Translation(tuple(ours), variables, reasons, tuple(problems))
 
 
+def _misused(name: str, answer: Answer, value: str) -> Problem | None:
+    if answer.takes_value and (not value or _OPTION.match(value)):
+        return Problem(name, "a value is expected behind it.", "Add it, or leave the option out.")
+    if value and not answer.takes_value:
+        return Problem(name, f"'{value}' stands behind it, and it takes no value.", f"Write {name} alone.")
+    return None
+
+
 def _options(arguments: Sequence[str], answers: Answers) -> Iterator[tuple[str, Answer | None, str]]:
-    """Each word with its answer and value; words of ours without."""
-    words = iter(arguments)
-    for word in words:
+    """Each word with its answer and value; words of ours, and all behind "--", without."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = list(reversed(arguments[:end]))
+    while words:
+        word = words.pop()
         name, equals, value = word.partition("=")
         if name not in answers and not word.startswith("--"):
-            name, equals, value = word[:2], "=", word[2:]
+            # Several letters are one value, or -vv.
+            name, equals, value = word[:2], word[2:], word[2:].lstrip(word[1:2])
+            value = word[2:] if name in answers and answers[name].takes_value else value
         answer = answers.get(name)
         if answer is None:
             yield word, None, ""
         elif answer.takes_value and not equals:
-            yield name, answer, next(words, "")
+            has_value = bool(words) and not _OPTION.match(words[-1])
+            yield name, answer, words.pop() if has_value else ""
         else:
             yield name, answer, value
+    yield from ((word, None, "") for word in arguments[end:])
 
 
 def _size(text: str) -> str:
@@ -245,9 +261,9 @@ def _misspelt(arguments: Iterable[str], own: set[str], answers: Answers) -> Iter
     # Here and not above: it takes pydantic, which the help does without.
     from raymerge.documents.fields import closest
 
-    for word in arguments:
+    for word in takewhile(lambda word: word != "--", arguments):
         name = word.partition("=")[0]
-        if name.startswith("--") and name not in ("--", "--help") and name not in own:
+        if name.startswith("--") and name != "--help" and name not in own:
             guess = closest(name, [*own, *answers], cutoff=0.8)
             if guess in answers:
                 yield Problem(name, "there is no such option.", f"Did you mean '{guess}'?")
@@ -262,13 +278,17 @@ class Former:
     """For options that the verb does not accept itself."""
     positions: tuple[str, ...] = ()
     """Options that stand before its arguments, one by one."""
+    wanted: tuple[str, ...] = ("RECIPE", "-o", "OUT")
+    """For who gives no arguments."""
 
 
 _FORMER: Mapping[str, Former] = MappingProxyType(
     {
         **dict.fromkeys(("yaml", "merge", "run", "moe", "multi", "pytorch"), Former("submit")),
-        "extract-lora": Former("extract-lora"),
-        "tokensurgeon": Former("transplant", TRANSPLANT, ("", "--tokenizer", "-o")),
+        "extract-lora": Former("extract-lora", wanted=("MODEL", "--base", "BASE", "-o", "OUT")),
+        "tokensurgeon": Former(
+            "transplant", TRANSPLANT, ("", "--tokenizer", "-o"), ("MODEL", "DONOR", "OUT")
+        ),
     }
 )
 _WITHOUT: Mapping[str, str] = MappingProxyType(
@@ -298,7 +318,8 @@ def _advice(arguments: Sequence[str]) -> str:
         return f"A recipe is merged by:\n{_command(Former('submit'), arguments)}"
     if (former := _FORMER.get(name)) is None:
         return ""
-    return f"Type:\n{_command(former, arguments[1:])}"
+    wanted = former.wanted if all(map(_OPTION.match, arguments[1:])) else ()
+    return f"Type:\n{_command(former, [*wanted, *arguments[1:]])}"
 
 
 def _command(former: Former, arguments: Sequence[str]) -> str:

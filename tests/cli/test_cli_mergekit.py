@@ -71,10 +71,40 @@ def test_what_has_no_effect_is_accepted_with_one_line(folder: Path) -> None:
         ("-I steps --out-path=place", "--steps steps --keep-intermediates --output place"),
         ("-j8 -vv --lazy-unpickle -o out", "-o out"),
         ("-oout", "-oout"),
+        ("-v -- -v --cuda", "-- -v --cuda"),
+        ("-I -1 --cuda", "--steps -1 --keep-intermediates --device cuda"),
     ],
 )
 def test_what_has_another_name_is_passed_on(given: str, ours: str) -> None:
     assert translate(given.split(), SUBMIT).arguments == tuple(ours.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "what"),
+    [
+        ("--out-shard-size --json", "--out-shard-size", "a value is expected"),
+        ("--out-shard-size=--json", "--out-shard-size", "a value is expected"),
+        ("-I --cuda", "-I", "a value is expected"),
+        ("-j -v", "-j", "a value is expected"),
+        ("--out-path -- out", "--out-path", "a value is expected"),
+        ("--cuda=1", "--cuda", "'1' stands behind it"),
+        ("--lazy-unpickle=false", "--lazy-unpickle", "'false' stands behind it"),
+        ("-vi", "-v", "'i' stands behind it"),
+    ],
+)
+def test_an_option_takes_neither_its_neighbour_nor_what_it_has_no_use_for(
+    given: str, where: str, what: str
+) -> None:
+    (problem,) = translate(given.split(), SUBMIT).problems
+    assert (problem.where, problem.what.startswith(what)) == (where, True)
+
+
+def test_behind_two_dashes_nothing_is_misspelt(folder: Path) -> None:
+    outcome = run_command(
+        "submit", "recipe.yml", "-o", "out", "--dry-run", "--", "--lazy-unpickel", cwd=folder
+    )
+    outcome.check_refusal("--lazy-unpickel")
+    assert "Did you mean" not in outcome.text
 
 
 def test_cuda_is_the_device_of_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +192,10 @@ def test_an_option_that_nobody_has_is_an_error_as_before(folder: Path) -> None:
             "tokensurgeon -a subword base donor out -k 8 --cuda",
             "raymerge transplant --approximation subword base --tokenizer donor -o out --k 8 --device cuda",
         ),
+        ("yaml", "raymerge submit RECIPE -o OUT"),
+        ("moe --cuda", "raymerge submit RECIPE -o OUT --cuda"),
+        ("mergekit-extract-lora", "raymerge extract-lora MODEL --base BASE -o OUT"),
+        ("tokensurgeon", "raymerge transplant MODEL --tokenizer DONOR -o OUT"),
         ("layershuffle -m a out", "raymerge submit RECIPE -o OUT"),
     ],
 )
