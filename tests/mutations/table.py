@@ -507,6 +507,15 @@ MUTATIONS = (
         "cli/test_cli_mergekit.py",
     ),
     Mutation("cli/mergekit.py", '"B": "GB"', '"B": "B"', "cli/test_cli_mergekit.py"),
+    # No code of the current directory is run, and no password shown
+    Mutation(
+        "runtime/workers/ray_environment.py",
+        "JobConfig(_client_job=True)",
+        "JobConfig()",
+        "runtime/test_runtime_ray.py",
+    ),
+    Mutation("diagnosis/cluster.py", '"-P", "-m"', '"-m"', "diagnosis/test_diagnosis_cluster.py"),
+    Mutation("storage/addresses.py", "(?::[^/?#]*)?@", "@", "storage/test_storage_addresses.py"),
     # What a diagnosis says of nodes
     Mutation(
         "diagnosis/cluster.py",
