@@ -302,9 +302,15 @@ def test_an_embedded_ray_starts_no_process_without_use() -> None:
     assert is_unchanged == "True"
 
 
-def test_workers_look_for_no_module_in_the_current_directory(ray_cluster: Any) -> None:
-    config = ray_cluster._private.worker.global_worker.core_worker.get_job_config()
-    assert os.getcwd() not in config.py_driver_sys_path
+@pytest.mark.usefixtures("ray_cluster")
+def test_workers_look_for_no_module_in_the_current_directory() -> None:
+    connection = RayConnection(None, num_cpus=2)
+    connection.open()
+    try:
+        worker = connection.ray._private.worker.global_worker
+        assert os.getcwd() not in worker.core_worker.get_job_config().py_driver_sys_path
+    finally:
+        connection.close()
 
 
 @pytest.mark.slow
