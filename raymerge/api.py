@@ -468,12 +468,12 @@ def suggest_recipe(
     named = arranged(read_models([parsed_model(str(each)) for each in models], lookup))
     suggestion = choose(named, moe=moe)
     guess = suggestion.guess
-    found: list[Suggestion] = []
+    candidates: list[Suggestion] = []
     if guess is not None and not guess.is_named and suggestion.kind is not Kind.ADAPTERS:
         base = find_base(guess.name, lookup)
-        found += [] if base is None else variants(choose(named, moe=moe, base=base))
+        candidates += [] if base is None else variants(choose(named, moe=moe, base=base))
     problems: tuple[Problem, ...] = ()
-    for each in (*found, *variants(suggestion)):
+    for each in (*candidates, *variants(suggestion)):
         own = _suggestion_problems(each, lookup)
         if not own:
             return each

@@ -51,10 +51,10 @@ def recipes(incomplete: str) -> list[str]:
     directory, name = os.path.split(incomplete)
     place = Path(os.path.expanduser(directory or "."))
     try:
-        found = sorted(each.name for each in place.iterdir() if each.suffix in _RECIPES and each.is_file())
+        names = sorted(each.name for each in place.iterdir() if each.suffix in _RECIPES and each.is_file())
     except OSError:
         return []
-    return [os.path.join(directory, each) for each in _beginning(name, found)]
+    return [os.path.join(directory, each) for each in _beginning(name, names)]
 
 
 def formats(incomplete: str) -> list[str]:

@@ -241,17 +241,18 @@ def _accepting(answers: Answers) -> type[TyperCommand]:
 
     class Command(TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            found = translate(args, answers)
+            translation = translate(args, answers)
             own = {name for each in self.params for name in each.opts}
-            problems = (*found.problems, *_misspelt(found.arguments, own, answers))
+            problems = (*translation.problems, *_misspelt(translation.arguments, own, answers))
             if problems:
                 raise OptionError(problems)
             # Before anything reads it: the library that fetches models does so when it is imported.
-            os.environ.update(found.variables)
-            if found.without_effect:
-                told = ", ".join(f"{name} ({reason})" for name, reason in found.without_effect.items())
-                make_console(sys.stderr).print(f"not needed here: {printable(told)}", soft_wrap=True)
-            return super().parse_args(ctx, list(found.arguments))
+            os.environ.update(translation.variables)
+            if translation.without_effect:
+                pairs = translation.without_effect.items()
+                reasons = ", ".join(f"{name} ({reason})" for name, reason in pairs)
+                make_console(sys.stderr).print(f"not needed here: {printable(reasons)}", soft_wrap=True)
+            return super().parse_args(ctx, list(translation.arguments))
 
     return Command
 
@@ -278,14 +279,14 @@ class Former:
     """For options that the verb does not accept itself."""
     positions: tuple[str, ...] = ()
     """Options that stand before its arguments, one by one."""
-    wanted: tuple[str, ...] = ("RECIPE", "-o", "OUT")
+    placeholders: tuple[str, ...] = ("RECIPE", "-o", "OUT")
     """For who gives no arguments."""
 
 
 _FORMER: Mapping[str, Former] = MappingProxyType(
     {
         **dict.fromkeys(("yaml", "merge", "run", "moe", "multi", "pytorch"), Former("submit")),
-        "extract-lora": Former("extract-lora", wanted=("MODEL", "--base", "BASE", "-o", "OUT")),
+        "extract-lora": Former("extract-lora", placeholders=("MODEL", "--base", "BASE", "-o", "OUT")),
         "tokensurgeon": Former(
             "transplant", TRANSPLANT, ("", "--tokenizer", "-o"), ("MODEL", "DONOR", "OUT")
         ),
@@ -318,8 +319,8 @@ def _advice(arguments: Sequence[str]) -> str:
         return f"A recipe is merged by:\n{_command(Former('submit'), arguments)}"
     if (former := _FORMER.get(name)) is None:
         return ""
-    wanted = former.wanted if all(map(_OPTION.match, arguments[1:])) else ()
-    return f"Type:\n{_command(former, [*wanted, *arguments[1:]])}"
+    placeholders = former.placeholders if all(map(_OPTION.match, arguments[1:])) else ()
+    return f"Type:\n{_command(former, [*placeholders, *arguments[1:]])}"
 
 
 def _command(former: Former, arguments: Sequence[str]) -> str:

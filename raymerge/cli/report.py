@@ -116,8 +116,8 @@ def put_report(report: Report, page: Path, out: Output) -> None:
     from raymerge.cli.render.report_page import report_page, show_report
     from raymerge.verifier.observations import observations
 
-    said, numbers = observations(report), page.with_suffix(".parquet")
-    text = report_page(report, said, numbers=printable(numbers.name))
+    observed, numbers = observations(report), page.with_suffix(".parquet")
+    text = report_page(report, observed, numbers=printable(numbers.name))
     # Under other names at first, so that a full disk leaves no half of a page.
     for place, write in ((numbers, report.save), (page, lambda new: new.write_text(text, encoding="utf-8"))):
         unfinished = place.with_name(f".{place.name}.part")
@@ -126,8 +126,8 @@ def put_report(report: Report, page: Path, out: Output) -> None:
     if out.as_json:
         lines = [
             {"kind": each.kind, "severity": each.severity, "sentence": each.sentence, "remedy": each.remedy}
-            for each in said
+            for each in observed
         ]
         out.json({"event": "report", "page": str(page), "numbers": str(numbers), "observations": lines})
     else:
-        show_report(out.console, report, said, page)
+        show_report(out.console, report, observed, page)

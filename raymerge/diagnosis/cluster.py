@@ -59,13 +59,13 @@ def ask_nodes(address: str | None, places: Sequence[str] = (), *, seconds: float
             _end(process)
             return ((f"Ray gives no answer within {seconds:.0f} seconds.", ""),)
     try:
-        found = json.loads(answer.splitlines()[-1])
+        facts = json.loads(answer.splitlines()[-1])
     except (IndexError, ValueError):
         last = (error.strip().splitlines() or ["it said nothing"])[-1]
         return ((f"Ray ended the process that asked: {last}", ""),)
-    if "problems" in found:
-        return tuple((str(what), str(remedy)) for what, remedy in found["problems"])
-    return ClusterFacts(tuple(found["nodes"]), tuple(found["silent"]), found["seconds"])
+    if "problems" in facts:
+        return tuple((str(what), str(remedy)) for what, remedy in facts["problems"])
+    return ClusterFacts(tuple(facts["nodes"]), tuple(facts["silent"]), facts["seconds"])
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -77,34 +77,34 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def embedded_ray(*, seconds: float) -> Iterator[Check]:
-    found = ask_nodes(None, seconds=seconds)
-    if not isinstance(found, ClusterFacts):
-        yield from (problem("Ray", what, remedy or _INLINE) for what, remedy in found)
-    elif not found.nodes:
+    facts = ask_nodes(None, seconds=seconds)
+    if not isinstance(facts, ClusterFacts):
+        yield from (problem("Ray", what, remedy or _INLINE) for what, remedy in facts)
+    elif not facts.nodes:
         yield problem("Ray", "an embedded Ray starts, and runs no task.", _INLINE)
     else:
-        yield ok("Ray", f"an embedded Ray starts and runs a task, in {found.seconds:.1f} s")
+        yield ok("Ray", f"an embedded Ray starts and runs a task, in {facts.seconds:.1f} s")
 
 
 def ray_cluster(address: str, places: Sequence[str] = (), *, seconds: float) -> Iterator[Check]:
     """``places``: directories that every node should have."""
-    found = ask_nodes(address, places, seconds=seconds)
-    if isinstance(found, ClusterFacts):
-        yield from nodes(address, found, versions_here())
+    facts = ask_nodes(address, places, seconds=seconds)
+    if isinstance(facts, ClusterFacts):
+        yield from nodes(address, facts, versions_here())
     else:
-        yield from (problem("Ray cluster", f"{address}: {what}", remedy or _WHERE) for what, remedy in found)
+        yield from (problem("Ray cluster", f"{address}: {what}", remedy or _WHERE) for what, remedy in facts)
 
 
-def nodes(address: str, found: ClusterFacts, here: Mapping[str, str | None]) -> Iterator[Check]:
+def nodes(address: str, facts: ClusterFacts, here: Mapping[str, str | None]) -> Iterator[Check]:
     """What the nodes have, and where they differ from this process: ``here``, by the same names."""
-    yield ok("Ray cluster", f"{address}: {_summary(found.nodes)}")
-    for each in found.nodes[:_MOST_SHOWN]:
+    yield ok("Ray cluster", f"{address}: {_summary(facts.nodes)}")
+    for each in facts.nodes[:_MOST_SHOWN]:
         yield ok(f"node {each['host']}", _described(each))
-    if found.silent:
-        what = f"{shortlist(found.silent, _MOST_SHOWN)} did not answer."
+    if facts.silent:
+        what = f"{shortlist(facts.silent, _MOST_SHOWN)} did not answer."
         yield problem("Ray cluster", what, "Look at the nodes in Ray's dashboard; no worker starts there.")
-    yield from _differing(found.nodes, here)
-    for each in found.nodes:
+    yield from _differing(facts.nodes, here)
+    for each in facts.nodes:
         for place in each["unseen"]:
             what = f"it has no directory {place}."
             yield problem(
@@ -121,10 +121,12 @@ def nodes(address: str, found: ClusterFacts, here: Mapping[str, str | None]) -> 
 def _differing(nodes: Sequence[Mapping[str, Any]], here: Mapping[str, str | None]) -> Iterator[Check]:
     for name in COMPARED:
         others = {each["host"]: each["versions"].get(name) for each in nodes}
-        differing = {host: found for host, found in others.items() if found != here.get(name)}
-        for host, found in differing.items():
+        differing = {host: version for host, version in others.items() if version != here.get(name)}
+        for host, version in differing.items():
             what = (
-                f"{name} {found} where this machine has {here.get(name)}." if found else f"{name} is absent."
+                f"{name} {version} where this machine has {here.get(name)}."
+                if version
+                else f"{name} is absent."
             )
             remedy = f"Install {name} {here.get(name)} there, or start the command where all agree."
             yield problem(f"node {host}", what, remedy)

@@ -42,8 +42,8 @@ def packages(texts: Sequence[str] | None = None) -> Iterator[Check]:
     installed = {each.name: _version(each.name) for each in own}
     wrong = [each for each in own if not _fits(each, installed[each.name])]
     for each in wrong:
-        found = installed[each.name]
-        fact = f"{each.name} {found or 'is not installed'}; raymerge needs {each.specifier}."
+        present = installed[each.name]
+        fact = f"{each.name} {present or 'is not installed'}; raymerge needs {each.specifier}."
         yield problem("packages", fact, f"Run: pip install '{each}'")
     if not wrong:
         named = ", ".join(f"{name} {installed[name]}" for name in _MAIN if installed.get(name))
@@ -59,8 +59,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _fits(requirement: Requirement, found: str | None) -> bool:
-    return found is not None and requirement.specifier.contains(found, prereleases=True)
+def _fits(requirement: Requirement, present: str | None) -> bool:
+    return present is not None and requirement.specifier.contains(present, prereleases=True)
 
 
 def gpus(driver: Path = Path("/proc/driver/nvidia/version")) -> Iterator[Check]:

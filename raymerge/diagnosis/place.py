@@ -87,8 +87,8 @@ def _not_written(path: Path, most_nbytes: int, *, is_output: bool) -> Iterator[C
 
 def _readable(directory: Path) -> Iterator[tuple[int, str]]:
     """Sizes and names of files there and below, of the first that are found."""
-    found = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
-    for path in islice(found, _FILES_LOOKED_AT):
+    paths = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    for path in islice(paths, _FILES_LOOKED_AT):
         with suppress(OSError):
             if path.is_file() and os.access(path, os.R_OK):
                 yield path.stat().st_size, str(path.relative_to(directory))

@@ -93,8 +93,8 @@ class _Pair:
 
     def _pieces(self, base_rows: int) -> tuple[tuple[int, ...], ...]:
         forms = {number: form for form, number in token_forms(self.donor_files)}
-        wanted = [forms[number] for number in self.match.missing.tolist()]
-        return tuple(pieces_of(self.base_files, wanted, num_rows=base_rows))
+        missing = [forms[number] for number in self.match.missing.tolist()]
+        return tuple(pieces_of(self.base_files, missing, num_rows=base_rows))
 
 
 def _pair(recipe: Recipe, block: Tokenizer, sources: Sequence[Source]) -> _Pair:

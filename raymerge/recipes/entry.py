@@ -123,8 +123,8 @@ def _plain_path(path: str, revision: str | None) -> dict[str, str]:
 
 def _split(text: str, mark: str) -> list[str]:
     """The parts between marks, of which none is in the user or password of an address."""
-    kept = {at for each in USER.finditer(text) for at in range(*each.span())}
-    cuts = [at for at, letter in enumerate(text) if letter == mark and at not in kept]
+    in_users = {at for each in USER.finditer(text) for at in range(*each.span())}
+    cuts = [at for at, letter in enumerate(text) if letter == mark and at not in in_users]
     return [text[start:end] for start, end in zip([0, *(at + 1 for at in cuts)], [*cuts, None], strict=True)]
 
 

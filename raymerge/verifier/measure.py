@@ -186,11 +186,12 @@ def owners(plan: Plan) -> list[int]:
     """For each source the model that it stands for: itself, or the one that a stage's result is of."""
     names = [str(each["name"]) for each in plan.manifest["sources"]]
     models = [number for number, each in enumerate(plan.manifest["sources"]) if "made_by" not in each]
-    found = []
+    models_of = []
     for number, name in enumerate(names):
         of = [model for model in models if name.endswith(f" {names[model]}")]
-        found.append(number if number in models or not of else max(of, key=lambda model: len(names[model])))
-    return found
+        longest = max(of, key=lambda model: len(names[model]), default=number)
+        models_of.append(number if number in models else longest)
+    return models_of
 
 
 def _source_of(source: Input) -> int:

@@ -519,8 +519,8 @@ MUTATIONS = (
     # What a diagnosis says of nodes
     Mutation(
         "diagnosis/cluster.py",
-        "if found != here.get(name)}",
-        "if found and found != here.get(name)}",
+        "if version != here.get(name)}",
+        "if version and version != here.get(name)}",
         "diagnosis/test_diagnosis_cluster.py",
     ),
     # What a report measures
@@ -530,7 +530,7 @@ MUTATIONS = (
     Mutation("verifier/measure.py", "max(self._first, expert * size)", "self._first", _REPORT),
     Mutation(
         "runtime/driver/report_run.py",
-        "if subject.problems and not len(found.measurements):",
+        "if subject.problems and not len(result.measurements):",
         "if False:",
         _REPORT,
     ),

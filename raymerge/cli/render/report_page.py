@@ -23,7 +23,7 @@ KINDS = {
     "recipe": "Report on the models of a recipe",
     "diff": "Comparison of two models",
 }
-_SAID_AT_ONCE = 8
+_AT_ONCE = 8
 
 
 def report_page(report: Report, observations: Sequence[Observation], *, numbers: str) -> str:
@@ -35,10 +35,10 @@ def report_page(report: Report, observations: Sequence[Observation], *, numbers:
 
 def _view(subject: Subject, observations: Sequence[Observation], numbers: str) -> Mapping[str, Any]:
     report = subject.report
-    said = [_said(each) for each in observations]
+    sentences = [_sentence(each) for each in observations]
     return {
         "name": _name(report), "kind": KINDS[report.kind], "subtitle": subtitle(report),
-        "models": _models(subject), "said": said[:_SAID_AT_ONCE], "said_too": said[_SAID_AT_ONCE:],
+        "models": _models(subject), "sentences": sentences[:_AT_ONCE], "more_sentences": sentences[_AT_ONCE:],
         "facts": list(_facts(subject)), "sections": [each for make in SECTIONS for each in make(subject)],
         "definitions": _DEFINITIONS, "numbers": numbers, "version": report.raymerge,
     }  # fmt: skip
@@ -89,7 +89,7 @@ def _models(subject: Subject) -> list[Mapping[str, str]]:
     return [base, *parents] if report.kind == "diff" else [*parents, base | {"number": "B", "name": "base"}]
 
 
-def _said(each: Observation) -> Mapping[str, str]:
+def _sentence(each: Observation) -> Mapping[str, str]:
     style = "usual" if each.kind == "usual" else each.severity
     word = {"usual": "Sound", "problem": "Problem", "note": "Note"}[style]
     sentence, remedy = printable(each.sentence), printable(each.remedy)

@@ -31,10 +31,10 @@ def guess_base(models: Sequence[NamedModel]) -> BaseGuess | None:
         others = [model for model in models if model is not base]
         if others and all(_root(model, parents, models) is base for model in others):
             return _guess(base.name, {each.name: parents[each.name] for each in others}, is_named=True)
-    told = {name: claim for name, claim in parents.items() if meant_by(claim.base, models) is None}
-    if len(told) == len(models) and len({claim.base.lower() for claim in told.values()}) == 1:
-        return _guess(next(iter(told.values())).base, told, is_named=False)
-    return None if told else _by_name(models)
+    claims = {name: claim for name, claim in parents.items() if meant_by(claim.base, models) is None}
+    if len(claims) == len(models) and len({claim.base.lower() for claim in claims.values()}) == 1:
+        return _guess(next(iter(claims.values())).base, claims, is_named=False)
+    return None if claims else _by_name(models)
 
 
 def meant_by(text: str, models: Sequence[NamedModel]) -> NamedModel | None:
@@ -72,12 +72,12 @@ def _by_name(models: Sequence[NamedModel]) -> BaseGuess | None:
     return BaseGuess(called[0].name, is_named=True, reason="its name alone", trust=Trust.GUESS)
 
 
-def _guess(name: str, told: Mapping[str, Claim], *, is_named: bool) -> BaseGuess:
+def _guess(name: str, claims: Mapping[str, Claim], *, is_named: bool) -> BaseGuess:
     words = [
-        f"{source} of {_listed([each for each, claim in told.items() if claim.told_by == source])}"
-        for source in dict.fromkeys(claim.told_by for claim in told.values())
+        f"{source} of {_listed([each for each, claim in claims.items() if claim.told_by == source])}"
+        for source in dict.fromkeys(claim.told_by for claim in claims.values())
     ]
-    return BaseGuess(name, is_named, " and ".join(words), min(claim.trust for claim in told.values()))
+    return BaseGuess(name, is_named, " and ".join(words), min(claim.trust for claim in claims.values()))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -215,9 +215,9 @@ class _ExamineRunner:
 
     def run(self, number: int, budget: int | None = None) -> Receipt:  # noqa: ARG002 - see ``lessened``
         began = time.monotonic()
-        found, read_bytes = self.examiner.examine(number)
+        answer, read_bytes = self.examiner.examine(number)
         receipt = Receipt(number, read_bytes, 0, round(time.monotonic() - began, 6), self.name, {})
-        return replace(receipt, report=found)
+        return replace(receipt, report=answer)
 
     def in_hand(self) -> tuple[PartInHand, ...]:
         return ()

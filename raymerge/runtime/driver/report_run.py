@@ -73,8 +73,8 @@ def subject_of_output(place: Path | str, sources: Mapping[str, str], steps: str 
         plan = load_plan(output / RECORD_PLAN)
         located = locate_sources(plan, output, sources, steps_directory(place, steps))
         receipts, stages = Ledger.read(output / RECORD / NAME), _stage_speeds(output / RECORD / JOURNAL)
-        found = tuple(located.roots), tuple(located.files), located.absent
-        yield Subject(name, "merge", plan, *found, str(place), receipts, stages, tuple(located.problems))
+        sources_of = tuple(located.roots), tuple(located.files), located.absent
+        yield Subject(name, "merge", plan, *sources_of, str(place), receipts, stages, tuple(located.problems))
 
 
 class ReportRun:
@@ -104,22 +104,22 @@ class ReportRun:
         subject, plan = self._subject, self._subject.plan
         receipts = subject.receipts.values()
         errors = {int(op): sums for each in receipts for op, sums in each.encoding_errors.items()}
-        found = measured(plan, reports.values(), errors)
-        if subject.problems and not len(found.measurements):
+        result = measured(plan, reports.values(), errors)
+        if subject.problems and not len(result.measurements):
             raise CheckpointError(subject.problems)
         names = [str(each["name"]) for each in plan.manifest["sources"]]
         return Report(
             name=subject.name,
             kind=subject.kind,
             method=str(plan.manifest["method"]),
-            parents=tuple(_parent_name(names, key) for key in found.parents),
-            base=None if found.base == BASE else names[found.base],
-            measurements=found.measurements,
-            routers=found.routers,
+            parents=tuple(_parent_name(names, key) for key in result.parents),
+            base=None if result.base == BASE else names[result.base],
+            measurements=result.measurements,
+            routers=result.routers,
             nbytes_by_use=nbytes_by_use(plan),
             speeds=(*subject.stages, *_segment_speeds(plan, subject.receipts)),
             is_exact=self._is_exact,
-            skipped=found.skipped,
+            skipped=result.skipped,
             is_base_named=_is_base_named(plan.manifest["recipe"]),
             raymerge=version("raymerge"),
         )

@@ -39,13 +39,13 @@ def facts(places: Sequence[str] = ()) -> dict[str, Any]:
 
 def versions_here() -> dict[str, str | None]:
     """Versions of ``COMPARED`` in this interpreter; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in COMPARED[1:]:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def _gpu_names() -> list[str]:
@@ -70,7 +70,7 @@ def asked(address: str | None, places: Sequence[str] = ()) -> dict[str, Any]:
         answers = Nodes(connection.ray, is_here=address is None).answers(
             facts, tuple(places), seconds=_SECONDS
         )
-        told = [
+        nodes = [
             _with_skew(name, machine, answer, (before, time.time()))
             for name, machine, answer in answers
             if answer
@@ -78,7 +78,7 @@ def asked(address: str | None, places: Sequence[str] = ()) -> dict[str, Any]:
     finally:
         connection.close()
     silent = [name for name, _, answer in answers if not answer]
-    return {"nodes": told, "silent": silent, "seconds": time.monotonic() - began}
+    return {"nodes": nodes, "silent": silent, "seconds": time.monotonic() - began}
 
 
 def _with_skew(
@@ -95,10 +95,10 @@ def main(arguments: Sequence[str]) -> int:
     from raymerge.errors import UserError
 
     try:
-        found: dict[str, Any] = asked(arguments[0] or None, arguments[1:])
+        answer: dict[str, Any] = asked(arguments[0] or None, arguments[1:])
     except UserError as error:
-        found = {"problems": [[each.what, each.remedy] for each in error.problems]}
-    sys.stdout.write(json.dumps(found) + "\n")
+        answer = {"problems": [[each.what, each.remedy] for each in error.problems]}
+    sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 

@@ -67,9 +67,9 @@ class Nodes:
         """Name, CPU slots and GPUs, and answer of each node; None where none came in time."""
         alive = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
         names, machines = _distinct(alive), self.machines()
-        found = self._ask(question, list(alive), *arguments, seconds=seconds)
+        by_node = self._ask(question, list(alive), *arguments, seconds=seconds)
         sizes = {node: (machine.cores, machine.gpus) for node, machine in machines.items()}
-        return [(names[node], sizes.get(node, (0, 0)), found.get(node)) for node in alive]
+        return [(names[node], sizes.get(node, (0, 0)), by_node.get(node)) for node in alive]
 
     def begin_sight(self, node: str, files: Sequence[SourceFile], place: Path | None) -> Any:
         """Ask one node the same while parts are done, when the place itself is there."""

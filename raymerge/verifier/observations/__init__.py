@@ -44,10 +44,10 @@ def _is_explained(fault: Observation, faults: Sequence[Observation]) -> bool:
     return fault.kind == "role_unlike" and bool(kinds & {"layers_moved", "experts_permuted"})
 
 
-def _numbered_once(found: Iterable[Observation], scene: Scene) -> Iterator[Observation]:
+def _numbered_once(seen: Iterable[Observation], scene: Scene) -> Iterator[Observation]:
     """Parents are called by number and name at first, then by name alone."""
     known = set[int]()
-    for each in found:
+    for each in seen:
         sentence = each.sentence
         for k, name in enumerate(scene.names):
             before, met, after = sentence.partition(scene.parent(k))

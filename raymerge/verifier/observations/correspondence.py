@@ -70,8 +70,8 @@ def moved_layers(measured: Measurements, model: int, reference: int) -> Mapping[
         measured, lambda each: each.stack if each.layer >= 0 > each.expert and is_matrix(each) else None
     )
     doubtful = _doubtful(measured, rows, models)
-    found = {stack: _moved(measured, rows[stack], lambda each: each.layer, models) for stack in doubtful}
-    return {stack: moved for stack, moved in found.items() if moved}
+    by_stack = {stack: _moved(measured, rows[stack], lambda each: each.layer, models) for stack in doubtful}
+    return {stack: moved for stack, moved in by_stack.items() if moved}
 
 
 def moved_experts(measured: Measurements, model: int, reference: int) -> Mapping[int, Moved]:
@@ -79,8 +79,8 @@ def moved_experts(measured: Measurements, model: int, reference: int) -> Mapping
     models = (model, reference)
     rows = _rows_by(measured, lambda each: (each.stack, each.layer) if each.expert >= 0 else None)
     doubtful = _doubtful(measured, rows, models)
-    found = {place[1]: _moved(measured, rows[place], lambda each: each.expert, models) for place in doubtful}
-    return {layer: moved for layer, moved in found.items() if moved}
+    by_layer = {at[1]: _moved(measured, rows[at], lambda each: each.expert, models) for at in doubtful}
+    return {layer: moved for layer, moved in by_layer.items() if moved}
 
 
 def _doubtful(

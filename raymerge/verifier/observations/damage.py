@@ -54,14 +54,14 @@ class _Suspect:
     """From what it is far off, where that is not the base."""
 
 
-def far_off(scene: Scene, found: Sequence[Observation]) -> Iterator[Observation]:
+def far_off(scene: Scene, faults: Sequence[Observation]) -> Iterator[Observation]:
     """Layers and tensors far off where no other sentence says why: damaged files."""
     measured = scene.measured
     changes = changes_of(measured, has_base=scene.has_base)
     is_weight = np.array([not each.part.endswith("bias") for each in measured.labels], dtype=bool)
     is_zero = _zeros(scene) & is_weight[:, None]
     is_far = is_weight[:, None] & (_far_among_like(scene, changes) | _apart(scene, changes))
-    is_base = _of_the_base(scene, is_far, is_zero, found)
+    is_base = _of_the_base(scene, is_far, is_zero, faults)
     usual = [median_of(values[~far]) for values, far in zip(changes.T, is_far.T, strict=True)]
     yield from _damaged_base(scene, is_base, is_zero[:, -1], usual)
     for suspect in _suspects(scene):
@@ -69,7 +69,7 @@ def far_off(scene: Scene, found: Sequence[Observation]) -> Iterator[Observation]
         if not scene.has_base:
             # Who is near nobody is the one that is off; others merely lost their nearest.
             far &= changes[:, suspect.parents[-1]] >= np.nan_to_num(changes).max(1)
-        for each in [e for e in found if set(suspect.parents) & set(e.parents) or not scene.has_base]:
+        for each in [e for e in faults if set(suspect.parents) & set(e.parents) or not scene.has_base]:
             far &= ~_is_about(each, measured)
         for k in suspect.parents:
             rows = is_zero[:, k]
@@ -112,15 +112,15 @@ def _apart(scene: Scene, changes: Floats) -> NDArray[np.bool_]:
 
 
 def _of_the_base(
-    scene: Scene, is_far: NDArray[np.bool_], is_zero: NDArray[np.bool_], found: Sequence[Observation]
+    scene: Scene, is_far: NDArray[np.bool_], is_zero: NDArray[np.bool_], faults: Sequence[Observation]
 ) -> NDArray[np.bool_]:
     """Tensors in which the base is far off from all parents, and these are not from each other: ``[n]``."""
     own = list(scene.witnesses)
-    if not own or any(each.kind == "parents_equal" for each in found):
+    if not own or any(each.kind == "parents_equal" for each in faults):
         return np.zeros(len(is_far), dtype=bool)
     is_at_one = scene.measured.cosines[:, own][:, :, own].min((1, 2)) > AT_ONE
     is_off = is_far[:, own].all(1) | is_zero[:, -1]
-    for each in [each for each in found if set(own) & set(each.parents)]:
+    for each in [each for each in faults if set(own) & set(each.parents)]:
         is_off &= ~_is_about(each, scene.measured)
     return np.asarray(is_at_one & is_off & ~is_zero[:, own].any(1))
 

@@ -148,8 +148,8 @@ def _permuted(report: Report, measured: Measurements, k: int, reference: int) ->
         for each in report.routers
         if {each.first, each.second} == pair
     }
-    found = moved_experts(measured, k, reference) if k != reference else {}
-    return {**found, **{layer: moved for layer, moved in by_router.items() if moved}}
+    by_matrix = moved_experts(measured, k, reference) if k != reference else {}
+    return {**by_matrix, **{layer: moved for layer, moved in by_router.items() if moved}}
 
 
 def _is_stranger(scene: Scene, k: int) -> bool:
