@@ -220,6 +220,17 @@ def _strongest(expressions: Sequence[Expression]) -> Use:
     return next((kind for kind in order if kind in kinds), Use.COPIED)
 
 
+def nbytes_by_use(plan: Plan) -> dict[str, int]:
+    """Bytes that are read of sources, by what becomes of them; equal outputs are made of one reading."""
+    uses, nbytes = [_kind(each) for each in plan.expressions], plan["inputs"].column("nbytes").to_pylist()
+    totals: Counter[str] = Counter()
+    columns = plan.columns("ops", "expression", "first_input", "num_inputs", "copy_of")
+    for expression, first, count, copy_of in columns:
+        if copy_of < 0 and count:
+            totals[uses[expression].value] += sum(nbytes[first : first + count])
+    return dict(totals)
+
+
 def _kind(expression: Expression) -> Use:
     if expression.is_copy:
         return Use.COPIED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from typing import Any
 from raymerge.errors import CheckpointError, IncompleteError, Problem
 from raymerge.events import OnEvent, StageStarted, UnitDone
 from raymerge.execute.receipts import Receipt
-from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.merge_plan.plan import Plan
 from raymerge.merge_plan.tables import load_plan
 from raymerge.options import RunOptions
+from raymerge.planner.explain import nbytes_by_use
 from raymerge.planner.inputs.sources import Prepared, holdings
 from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.finish import record_at
@@ -136,19 +136,6 @@ def _is_base_named(recipe: Mapping[str, Any]) -> bool:
 
 def _parent_name(names: list[str], key: InputKey) -> str:
     return f"{names[key.source]} ({key.again + 1})" if key.again else names[key.source]
-
-
-def nbytes_by_use(plan: Plan) -> dict[str, int]:
-    """Bytes that are read of sources, by what becomes of them."""
-    copies, totals = [each.is_copy for each in plan.expressions], Counter[str]()
-    names = ("expression", "first_input", "num_inputs", "num_parts", "copy_of")
-    nbytes = plan["inputs"].column("nbytes").to_pylist()
-    for expression, first, num_inputs, num_parts, copy_of in plan.columns("ops", *names):
-        if copy_of < 0 and num_inputs:
-            is_merged = num_inputs > num_parts
-            use = Use.COPIED if copies[expression] else Use.MERGED if is_merged else Use.CONVERTED
-            totals[use.value] += sum(nbytes[first : first + num_inputs])
-    return dict(totals)
 
 
 def _segment_speeds(plan: Plan, receipts: Mapping[int, Receipt]) -> Iterator[Speed]:
