@@ -12,7 +12,7 @@ from raymerge.cli import options as shared
 from raymerge.cli.messages import command
 from raymerge.cli.render.screen import make_console, own_stdout
 from raymerge.cli.running import Request, rehearse, run, terminable
-from raymerge.options import USUAL_PATIENCE, RunOptions
+from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
 
 _TO_HELP = (
@@ -47,10 +47,17 @@ def convert(
     """Store a model's numbers in other formats, verify and publish: a merge of one model.
 
     A stopped run goes on by the same command."""
-    budget, still = shared.read_memory(memory), USUAL_PATIENCE if patience is None else patience
-    options = RunOptions(
-        workers, budget, device or "auto", address, inline, replace, threads=threads, patience=still
+    flags = shared.given(
+        workers=workers,
+        threads=threads,
+        memory=shared.read_memory(memory),
+        device=device,
+        address=address,
+        inline=inline,
+        patience=patience,
+        replace=replace,
     )
+    options = RunOptions(**flags)
     with own_stdout(as_json=as_json) as out, terminable() as ending:
         with make_console(sys.stderr).status("reading headers"), heavy_imports():
             from raymerge.api import conversion

@@ -12,7 +12,7 @@ from raymerge.cli import options as shared
 from raymerge.cli.messages import command
 from raymerge.cli.render.screen import make_console, own_stdout
 from raymerge.cli.running import Request, rehearse, run, terminable
-from raymerge.options import USUAL_PATIENCE, RunOptions
+from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
 
 _DONOR_HELP = "The model whose tokenizer the result has: a directory or a Hub name."
@@ -65,15 +65,15 @@ def transplant(
         device=device,
         address=address,
         inline=inline,
+        patience=patience,
         steps=steps,
         replace=replace,
         keep_intermediates=keep_intermediates,
     )
-    options = RunOptions(**flags, patience=USUAL_PATIENCE if patience is None else patience)
     with own_stdout(as_json=as_json) as out, terminable() as ending:
         with make_console(sys.stderr).status("reading headers and tokenizers"), heavy_imports():
             from raymerge.api import transplantation
 
         recipe = transplantation(model, tokenizer, approximation, k=k, pad_to_multiple_of=pad_to_multiple_of)
-        request = Request(recipe, f"the vocabulary of {tokenizer} on {model}", output, options)
+        request = Request(recipe, f"the vocabulary of {tokenizer} on {model}", output, RunOptions(**flags))
         return rehearse(request, out) if dry_run else run(request, out, ending)
