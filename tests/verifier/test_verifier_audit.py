@@ -44,7 +44,7 @@ from raymerge.methods.reference import (
     normal_numbers,
     number_limit,
 )
-from raymerge.runtime.driver import audit_run
+from raymerge.runtime.driver import examine
 from raymerge.verifier.audit import Expectation, Findings, Sampling, check_bytes
 from raymerge.verifier.numbers import (
     code_magnitudes,
@@ -268,8 +268,8 @@ def test_another_file_in_the_place_of_a_source_is_told(small: Path) -> None:
 @pytest.fixture
 def in_little_memory(monkeypatch: pytest.MonkeyPatch) -> RunOptions:
     """Less than an audit takes at least, so that small tensors are large."""
-    monkeypatch.setattr(audit_run, "LEAST_BUDGET", 1)
-    monkeypatch.setattr(audit_run, "_FIXED", 0)
+    monkeypatch.setattr(examine, "LEAST_BUDGET", 1)
+    monkeypatch.setattr(examine, "_FIXED", 0)
     return RunOptions(inline=True, threads=1, memory=50_000)
 
 

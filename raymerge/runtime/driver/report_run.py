@@ -23,7 +23,7 @@ from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.finish import record_at
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.record import JOURNAL, NAME, RECORD, Ledger, entries_of
-from raymerge.runtime.driver.audit_run import ExamineWork, examined, locate_sources, slots_and_budget
+from raymerge.runtime.driver.examine import ExamineWork, examined, locate_sources, slots_and_budget
 from raymerge.runtime.driver.versions import source_files
 from raymerge.runtime.workers.pool import Pool
 from raymerge.storage.addresses import shown
