@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -113,7 +112,7 @@ class Measurer:
                     own = _Part(op, part, reader, self._output, self._owners)
                     place, num_fused = {"op": op.index, "part": number}, self._num_fused(part)
                     rows += [
-                        {**place, **each} for each in own.rows(num_fused, self._sampled(part, num_fused))
+                        {**place, **each} for each in own.sums(num_fused, self._sampled(part, num_fused))
                     ]
                     if op.first_element == 0 and self._is_router(part):
                         routers += [{"op": op.index, **each} for each in own.router_rows()]
@@ -162,7 +161,7 @@ def describer(plan: Plan) -> Describe:
     """What tensors of the output are, by their names."""
     names, config = plan["tensors"].column("name").to_pylist(), plan.manifest["config"]
     reader = NameReader(rules_of(config), stacks=stacks(names, config))
-    return cache(reader.describe)
+    return reader.describe
 
 
 def _num_experts(plan: Plan, describe: Describe) -> int:
@@ -217,7 +216,7 @@ class _Part:
         self._keys = [InputKey(each, own[:number].count(each)) for number, each in enumerate(own)]
         self._base = sources[0] if self._has_base else BASE
 
-    def rows(self, num_fused: int, sampled: int) -> Iterator[dict[str, Any]]:
+    def sums(self, num_fused: int, sampled: int) -> Iterator[dict[str, Any]]:
         """The sums of this tensor, or of each of the fused experts in it, as JSON values.
 
         ``sampled``: elements to read of each, 0 for all."""

@@ -7,7 +7,7 @@ Of one logical tensor (one projection of one expert) d_k is what parent k adds t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -331,10 +331,3 @@ def shapes_of(num_parents: int) -> Mapping[str, tuple[int, ...]]:
         "merged_squares": each, "merged_dots": each, "encoding_errors": (2,), "variance": (),
         "sketches": (num_parents + 1, SKETCH),
     }  # fmt: skip
-
-
-def joined(parts: Sequence[Measurements]) -> Measurements:
-    """The rows of all one after the other; there is at least one part."""
-    labels = tuple(label for each in parts for label in each.labels)
-    arrays = {name: np.concatenate([getattr(each, name) for each in parts]) for name in ARRAYS}
-    return Measurements(labels, **arrays)

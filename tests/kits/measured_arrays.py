@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.verifier.measurements import SKETCH, Floats, Label, Measurements, RouterRows, joined
+from raymerge.verifier.measurements import ARRAYS, SKETCH, Floats, Label, Measurements, RouterRows
 
 Arrays = Mapping[str, NDArray[np.floating]]
 ROLES = {
@@ -32,7 +32,9 @@ def measure(
 ) -> Measurements:  # fmt: skip
     """A row a name, in the order of the base or else of the parents; who lacks a name has no part in it."""
     names = dict.fromkeys(name for each in ([base] if base is not None else parents) for name in each)
-    return joined([_row(label(name), parents, base, merged) for name in names])
+    rows = [_row(label(name), parents, base, merged) for name in names]
+    arrays = {name: np.concatenate([getattr(each, name) for each in rows]) for name in ARRAYS}
+    return Measurements(tuple(each.labels[0] for each in rows), **arrays)
 
 
 def _row(label: Label, parents: Sequence[Arrays], base: Arrays | None, merged: Arrays | None) -> Measurements:
