@@ -70,8 +70,6 @@ class MeasureSpec:
     budget: int
     """Bytes of memory for one part in hand."""
     is_exact: bool
-    is_merged: bool
-    """Whether there is an output to read."""
 
     def examiner(self, sources: Sequence[ReadStore], output: ReadStore | None) -> Measurer:
         return Measurer(self, sources, output)
@@ -96,6 +94,7 @@ class Measurer:
         routers: list[dict[str, Any]] = []
         skipped: Counter[str] = Counter()
         reader = Reader(self._sources)
+        output = None if self._output is None else Reader([self._output])
         for op in self._jobs.ops(segment):
             if self._aborted.is_set():
                 raise IncompleteError("stopped in the middle of a segment. The same command begins anew.")
@@ -109,7 +108,7 @@ class Measurer:
                 continue
             try:
                 for number, part in enumerate(op.parts):
-                    own = _Part(op, part, reader, self._output, self._owners)
+                    own = _Part(op, part, reader, output, self._owners)
                     place, num_fused = {"op": op.index, "part": number}, self._num_fused(part)
                     rows += [
                         {**place, **each} for each in own.sums(num_fused, self._sampled(part, num_fused))
@@ -118,7 +117,8 @@ class Measurer:
                         routers += [{"op": op.index, **each} for each in own.router_rows()]
             except CheckpointError as error:
                 skipped[f"it cannot be read: {error.problems[0].what}"] += 1
-        return {"rows": rows, "routers": routers, "skipped": skipped}, reader.nbytes
+        read_bytes = reader.nbytes + (0 if output is None else output.nbytes)
+        return {"rows": rows, "routers": routers, "skipped": skipped}, read_bytes
 
     def _lack(self, op: OpJob) -> str:
         """Why an op is not measured; "" where it is."""
@@ -201,7 +201,7 @@ class _Part:
     """One logical tensor of an op, as its inputs and the output have it."""
 
     def __init__(
-        self, op: OpJob, part: JobPart, reader: Reader, output: ReadStore | None, owner: Sequence[int]
+        self, op: OpJob, part: JobPart, reader: Reader, output: Reader | None, owner: Sequence[int]
     ) -> None:
         self._shape, self._has_base = part.shape, op.expression.has_base
         is_cut = len(op.parts) == 1 and part.view is None
@@ -210,7 +210,7 @@ class _Part:
         self._inputs = [elements_of(each, reader, first=self._first) for each in part.inputs]
         self._merged = None
         if output is not None:
-            self._merged = elements_of(as_input(op, part.view), Reader([output]), first=self._first)
+            self._merged = elements_of(as_input(op, part.view), output, first=self._first)
         sources = [owner[_source_of(each)] for each in part.inputs]
         own = sources[self._has_base :]
         self._keys = [InputKey(each, own[:number].count(each)) for number, each in enumerate(own)]

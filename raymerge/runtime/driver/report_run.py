@@ -91,7 +91,7 @@ class ReportRun:
         measured since sources are gone, IncompleteError if stopped."""
         subject, plan = self._subject, self._subject.plan
         slots, budget = slots_and_budget(self._options, pool)
-        spec = MeasureSpec(plan, subject.absent, budget, self._is_exact, subject.output is not None)
+        spec = MeasureSpec(plan, subject.absent, budget, self._is_exact)
         work = ExamineWork(spec, subject.output, subject.roots, subject.files, slots)
         pool.survey(work)
         reports = examined(plan, work, pool, dict, on_event=self._on_event, peak=slots * budget)
