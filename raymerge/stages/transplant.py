@@ -156,7 +156,7 @@ class TransplantWork:
             maker = self._rows_maker(matrix, reader)
             store.create(RESULT_FILE, self._stage.layout.nbytes)
             for begin in range(0, len(places), BATCH):
-                rows, shares = maker.rows(places[begin : begin + BATCH], reader)
+                rows, shares = maker.make(places[begin : begin + BATCH], reader)
                 raw = rows.cpu().float().contiguous().view(-1).view(torch.uint8).numpy().data
                 offset = placed.offset + (int(places[0]) + begin) * width
                 store.write_at(RESULT_FILE, offset, raw)
@@ -253,7 +253,7 @@ class _Reader:
         self.nbytes = 0
         self._spec = spec
         self._matrix = matrix
-        self._opened: dict[str, Weights] = {}
+        self._opened: dict[tuple[str, str], Weights] = {}
 
     def __enter__(self) -> _Reader:
         return self
@@ -278,9 +278,11 @@ class _Reader:
 
     def _read(self, source: Source, name: str, rows: Rows) -> torch.Tensor:
         """On the CPU; ``rows`` in any order."""
-        if source.name not in self._opened:
-            self._opened[source.name] = Weights(source)
-        read = self._opened[source.name].read_rows(name, rows.tolist(), at_once=_ROWS_AT_ONCE)
+        # A name may stand for two revisions.
+        place = source.checkpoint.root, source.name
+        if place not in self._opened:
+            self._opened[place] = Weights(source)
+        read = self._opened[place].read_rows(name, rows.tolist(), at_once=_ROWS_AT_ONCE)
         self.nbytes += read.numel() * 4
         # Both ends are NaN where any element is, and unlike a mask they take no memory.
         if read.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(read)):
@@ -297,7 +299,7 @@ class MeanRows:
         self.spec = spec
         self._mean: torch.Tensor | None = None
 
-    def rows(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
+    def make(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
         """The rows of some targets, float64 ``[n, width]``; and for each that is projected the share of its
         length that is left."""
         return self.means(len(places), reader), []
@@ -316,7 +318,7 @@ class SubwordRows(MeanRows):
         self._places = {row: place for place, row in enumerate(used)}
         self._own = reader.base_rows(np.array(used, dtype=np.int64))
 
-    def rows(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
+    def make(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
         made = torch.empty(len(places), reader.width, dtype=torch.float64, device=reader.device)
         for at, place in enumerate(places.tolist()):
             pieces = [self._places[row] for row in self.spec.pieces[place]]
@@ -330,7 +332,7 @@ class PursuitRows(MeanRows):
         theirs, own = spec.shared
         self._atoms, self._own = reader.donor_rows(theirs), reader.base_rows(own)
 
-    def rows(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
+    def make(self, places: Rows, reader: _Reader) -> tuple[torch.Tensor, list[float]]:
         asked = self.spec.targets[places]
         has_row = np.flatnonzero(asked >= 0)
         if not len(has_row):
