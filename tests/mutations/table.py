@@ -463,10 +463,10 @@ MUTATIONS = (
     Mutation(
         "verifier/observations/correspondence.py", "(own < _LOST) & (best > _MATCH)", "best > _MATCH", REPORT
     ),
-    Mutation("verifier/observations/scene.py", "FAR = 0.5", "FAR = 0.2", REPORT),
+    Mutation("verifier/observations/facts.py", "FAR = 0.5", "FAR = 0.2", REPORT),
     Mutation("verifier/observations/damage.py", "is_far = is_weight[:, None] & (", "is_far = (", REPORT),
     Mutation("verifier/observations/damage.py", " & ~is_zero[:, own].any(1)", "", REPORT),
-    Mutation("verifier/observations/scene.py", " or k in scene.moved or", " or", REPORT),
+    Mutation("verifier/observations/facts.py", " or k in facts.moved or", " or", REPORT),
     Mutation("verifier/structure.py", "and num_files > 1:", "and num_files > 9:", VERIFIER),
     Mutation("verifier/structure.py", "    if current != digest:", "    if not current:", VERIFIER),
     Mutation(

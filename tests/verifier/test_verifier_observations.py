@@ -293,7 +293,7 @@ def test_hundreds_of_strange_experts_have_no_order_by_chance() -> None:
     sketches = report.measurements.sketches
     sketches[:, 0] = NOISE.standard_normal(sketches[:, 0].shape)
     report.measurements.gram[:] = report.measurements.base[:, :, None] * 2
-    assert [each.kind for each in observations(report) if each.severity == "problem"] == ["strangers"]
+    assert [each.kind for each in observations(report) if each.severity == "problem"] == ["unrelated"]
 
 
 def test_parents_with_problems_have_no_notes_beside() -> None:

@@ -53,7 +53,7 @@ def related(measured: Measurements) -> Mapping[str, Floats]:
     return {role: _cosines(sketches, sketches) for role, sketches in of_models.items()}
 
 
-def kinship(measured: Measurements, by_role: Mapping[str, Floats]) -> Floats:
+def weight_cosines(measured: Measurements, by_role: Mapping[str, Floats]) -> Floats:
     """Of the role in which two models are most alike, since experts may be in another order or trained
     apart; one of fewer than three matrices, such as the embedding, counts where they are nearly equal."""
     few = _rows_by(measured, lambda e: e.role if is_matrix(e) and e.role not in by_role else None)

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from raymerge.architectures.rules import Role
 from raymerge.verifier.measurements import Floats, Measurements
 from raymerge.verifier.observations.correspondence import is_matrix, kind_of
-from raymerge.verifier.observations.scene import (
+from raymerge.verifier.observations.facts import (
     FAR,
     FARTHER,
     FEWEST,
+    Facts,
     Observation,
-    Scene,
     changes_of,
     counted,
     layers_text,
@@ -54,45 +54,45 @@ class _Suspect:
     """From what it is far off, where that is not the base."""
 
 
-def far_off(scene: Scene, faults: Sequence[Observation]) -> Iterator[Observation]:
+def far_off(facts: Facts, faults: Sequence[Observation]) -> Iterator[Observation]:
     """Layers and tensors far off where no other sentence says why: damaged files."""
-    measured = scene.measured
-    changes = changes_of(measured, has_base=scene.has_base)
+    measured = facts.measured
+    changes = changes_of(measured, has_base=facts.has_base)
     is_weight = np.array([not each.part.endswith("bias") for each in measured.labels], dtype=bool)
-    is_zero = _zeros(scene) & is_weight[:, None]
-    is_far = is_weight[:, None] & (_far_among_like(scene, changes) | _apart(scene, changes))
-    is_base = _of_the_base(scene, is_far, is_zero, faults)
+    is_zero = _zeros(facts) & is_weight[:, None]
+    is_far = is_weight[:, None] & (_far_among_like(facts, changes) | _apart(facts, changes))
+    is_base = _of_the_base(facts, is_far, is_zero, faults)
     usual = [median_of(values[~far]) for values, far in zip(changes.T, is_far.T, strict=True)]
-    yield from _damaged_base(scene, is_base, is_zero[:, -1], usual)
-    for suspect in _suspects(scene):
+    yield from _damaged_base(facts, is_base, is_zero[:, -1], usual)
+    for suspect in _suspects(facts):
         far = is_far[:, suspect.parents[-1]] & ~is_base
-        if not scene.has_base:
+        if not facts.has_base:
             # Who is near nobody is the one that is off; others merely lost their nearest.
             far &= changes[:, suspect.parents[-1]] >= np.nan_to_num(changes).max(1)
-        for each in [e for e in faults if set(suspect.parents) & set(e.parents) or not scene.has_base]:
+        for each in [e for e in faults if set(suspect.parents) & set(e.parents) or not facts.has_base]:
             far &= ~_is_about(each, measured)
         for k in suspect.parents:
             rows = is_zero[:, k]
-            yield from _damaged(scene, rows, (k,), f"of {scene.parent(k)} {_are(rows)} all zeros")
+            yield from _damaged(facts, rows, (k,), f"of {facts.parent(k)} {_are(rows)} all zeros")
             far &= ~rows
-        yield from _damaged_layers(scene, suspect, far, usual)
+        yield from _damaged_layers(facts, suspect, far, usual)
 
 
-def _zeros(scene: Scene) -> NDArray[np.bool_]:
+def _zeros(facts: Facts) -> NDArray[np.bool_]:
     """Tensors that are all zeros in one model and in another are not: ``[n, P + 1]``, the base last."""
-    sketches, count = scene.measured.sketches, len(scene.names)
-    is_here = np.hstack([scene.measured.present > 0, np.full((len(sketches), 1), scene.has_base)])
+    sketches, count = facts.measured.sketches, len(facts.names)
+    is_here = np.hstack([facts.measured.present > 0, np.full((len(sketches), 1), facts.has_base)])
     is_zero = np.asarray(is_here & ~sketches.any(-1))
-    compared = sketches[:, count:] if scene.has_base else sketches[:, :count]
+    compared = sketches[:, count:] if facts.has_base else sketches[:, :count]
     is_zero[:, :count] &= np.asarray(compared.any((1, 2)))[:, None]
     return is_zero
 
 
-def _apart(scene: Scene, changes: Floats) -> NDArray[np.bool_]:
+def _apart(facts: Facts, changes: Floats) -> NDArray[np.bool_]:
     """Matrices that have nothing in common with those that they are compared with: ``[n, P]``."""
-    measured, count = scene.measured, len(scene.names)
+    measured, count = facts.measured, len(facts.names)
     matrices = np.array([is_matrix(each) for each in measured.labels], dtype=bool)
-    if scene.has_base:
+    if facts.has_base:
         norms = np.linalg.norm(measured.sketches, axis=-1, keepdims=True)
         units = measured.sketches / np.where(norms > 0, norms, 1) * matrices[:, None, None]
         cosines = np.einsum("nkc,nc->nk", units[:, :count], units[:, -1])
@@ -112,36 +112,36 @@ def _apart(scene: Scene, changes: Floats) -> NDArray[np.bool_]:
 
 
 def _of_the_base(
-    scene: Scene, is_far: NDArray[np.bool_], is_zero: NDArray[np.bool_], faults: Sequence[Observation]
+    facts: Facts, is_far: NDArray[np.bool_], is_zero: NDArray[np.bool_], faults: Sequence[Observation]
 ) -> NDArray[np.bool_]:
     """Tensors in which the base is far off from all parents, and these are not from each other: ``[n]``."""
-    own = list(scene.witnesses)
+    own = list(facts.sound_parents)
     if not own or any(each.kind == "parents_equal" for each in faults):
         return np.zeros(len(is_far), dtype=bool)
-    is_at_one = scene.measured.cosines[:, own][:, :, own].min((1, 2)) > AT_ONE
+    is_at_one = facts.measured.cosines[:, own][:, :, own].min((1, 2)) > AT_ONE
     is_off = is_far[:, own].all(1) | is_zero[:, -1]
     for each in [each for each in faults if set(own) & set(each.parents)]:
-        is_off &= ~_is_about(each, scene.measured)
+        is_off &= ~_is_about(each, facts.measured)
     return np.asarray(is_at_one & is_off & ~is_zero[:, own].any(1))
 
 
 def _damaged_base(
-    scene: Scene, rows: NDArray[np.bool_], is_zero: NDArray[np.bool_], usual: Sequence[float]
+    facts: Facts, rows: NDArray[np.bool_], is_zero: NDArray[np.bool_], usual: Sequence[float]
 ) -> Iterator[Observation]:
-    suspect = _Suspect(scene.witnesses, scene.base_name, " from all parents, which agree")
+    suspect = _Suspect(facts.sound_parents, facts.base_name, " from all parents, which agree")
     zeros = rows & is_zero
     what = f"of {suspect.whom} {_are(zeros)} all zeros, but of no parent"
-    yield from _damaged(scene, zeros, suspect.parents, what)
+    yield from _damaged(facts, zeros, suspect.parents, what)
     if suspect.parents:
-        yield from _damaged_layers(scene, suspect, rows & ~zeros, usual)
+        yield from _damaged_layers(facts, suspect, rows & ~zeros, usual)
 
 
 def _damaged_layers(
-    scene: Scene, suspect: _Suspect, far: NDArray[np.bool_], usual: Sequence[float]
+    facts: Facts, suspect: _Suspect, far: NDArray[np.bool_], usual: Sequence[float]
 ) -> Iterator[Observation]:
     """A sentence for layers that are far off as a whole, and one for all other tensors."""
-    labels = scene.measured.labels
-    changes = changes_of(scene.measured, has_base=scene.has_base)[:, suspect.parents[-1]]
+    labels = facts.measured.labels
+    changes = changes_of(facts.measured, has_base=facts.has_base)[:, suspect.parents[-1]]
     there = usual[suspect.parents[-1]]
     elsewhere = f", elsewhere about {there:.2g}" if there else ""
     places = [(each.stack, each.layer) for each in labels]
@@ -151,25 +151,25 @@ def _damaged_layers(
         rows = np.array([each == place for each in places], dtype=bool)
         whole |= rows & bool(far[rows & matrices].mean() > MOST)
     if whole.any():
-        layers = tensors_of(scene.measured, whole)[1]
+        layers = tensors_of(facts.measured, whole)[1]
         verb = "is" if len(layers) == 1 else "are"
         yield problem(
             "layer_far",
             sentence=f"{layers_text(layers)} of {suspect.whom} {verb} far off{suspect.away}: "
-            f"{measure_word(scene)} {range_text(changes[whole & far & matrices])}{elsewhere}.",
+            f"{measure_word(facts)} {range_text(changes[whole & far & matrices])}{elsewhere}.",
             remedy=_DAMAGED, layers=layers, parents=suspect.parents,
         )  # fmt: skip
     rest = far & ~whole
-    figures = f"{measure_word(scene)} {range_text(changes[rest])}{elsewhere}"
+    figures = f"{measure_word(facts)} {range_text(changes[rest])}{elsewhere}"
     what = f"of {suspect.whom} {_are(rest)} far off{suspect.away}, {figures}"
-    yield from _damaged(scene, rest, suspect.parents, what)
+    yield from _damaged(facts, rest, suspect.parents, what)
 
 
 def _damaged(
-    scene: Scene, rows: NDArray[np.bool_], parents: tuple[int, ...], what: str
+    facts: Facts, rows: NDArray[np.bool_], parents: tuple[int, ...], what: str
 ) -> Iterator[Observation]:
-    names, layers = tensors_of(scene.measured, rows)
-    roles = {scene.measured.labels[row].role for row in np.flatnonzero(rows)}
+    names, layers = tensors_of(facts.measured, rows)
+    roles = {facts.measured.labels[row].role for row in np.flatnonzero(rows)}
     if names:
         yield problem(
             "tensors_damaged",
@@ -194,16 +194,16 @@ def _is_about(each: Observation, measured: Measurements) -> NDArray[np.bool_]:
     )
 
 
-def _suspects(scene: Scene) -> list[_Suspect]:
+def _suspects(facts: Facts) -> list[_Suspect]:
     """Parents that can be far off; of two without a base nobody knows which one is."""
-    if not scene.has_base and len(scene.tuned) == 2:
-        return [_Suspect(tuple(scene.tuned), " or ".join(map(scene.parent, scene.tuned)))]
-    return [_Suspect((k,), scene.parent(k)) for k in scene.tuned]
+    if not facts.has_base and len(facts.tuned) == 2:
+        return [_Suspect(tuple(facts.tuned), " or ".join(map(facts.parent, facts.tuned)))]
+    return [_Suspect((k,), facts.parent(k)) for k in facts.tuned]
 
 
-def _far_among_like(scene: Scene, changes: Floats) -> NDArray[np.bool_]:
+def _far_among_like(facts: Facts, changes: Floats) -> NDArray[np.bool_]:
     """By parent: ``[n, P]``."""
-    labels = scene.measured.labels
+    labels = facts.measured.labels
     like = np.unique([f"{each.stack} {kind_of(each)}" for each in labels], return_inverse=True)[1]
     order = np.argsort(like, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(like[order])) + 1)
@@ -222,14 +222,14 @@ RESULT_BROKEN = "result_broken"
 _BROKEN_RESULT = "Do not use it: see what 'raymerge verify' says of it, and merge anew."
 
 
-def broken_result(scene: Scene) -> Iterator[Observation]:
-    measured = scene.report.measurements
+def broken_result(facts: Facts) -> Iterator[Observation]:
+    measured = facts.report.measurements
     merged, base = measured.merged, measured.base.max(1, initial=0)
     squares = np.einsum("njj->nj", measured.gram).sum(1)
     is_zero = (base > 0) & np.isclose(merged, base, rtol=1e-9, atol=0)
-    if not scene.has_base:
-        is_zero = (merged == 0) & (scene.report.kind == "merge")
-    is_zero &= measured.sketches[:, : len(scene.names)].any((1, 2))
+    if not facts.has_base:
+        is_zero = (merged == 0) & (facts.report.kind == "merge")
+    is_zero &= measured.sketches[:, : len(facts.names)].any((1, 2))
     is_wild = (base > 0) & ~is_zero & (merged > FAR**2 * base) & (merged > WILD**2 * squares)
     for rows, what in (
         (~np.isfinite(merged), "with NaN or infinity"),

@@ -9,13 +9,13 @@ import numpy as np
 
 from raymerge.architectures.rules import Role
 from raymerge.verifier.observations.correspondence import Moved
-from raymerge.verifier.observations.scene import (
+from raymerge.verifier.observations.facts import (
     FAR,
     NAMED,
     UNRELATED,
+    Facts,
     Observation,
     Rule,
-    Scene,
     changes_of,
     counted,
     in_what_was_read,
@@ -33,13 +33,13 @@ _AT_ONE = 0.7
 ALL_PARENTS = "all parents, which agree"
 
 
-def _not_finite(scene: Scene) -> Iterator[Observation]:
-    everything = scene.report.measurements
-    count = len(scene.names)
+def _not_finite(facts: Facts) -> Iterator[Observation]:
+    everything = facts.report.measurements
+    count = len(facts.names)
     broken = np.asarray(~np.isfinite(everything.sketches).all(-1))
     broken[:, :count] |= ~np.isfinite(np.einsum("njj->nj", everything.gram)) & ~broken[:, count:]
-    for k in range(count + scene.has_base):
-        whose, parents = (scene.parent(k), (k,)) if k < count else (scene.base_name, ())
+    for k in range(count + facts.has_base):
+        whose, parents = (facts.parent(k), (k,)) if k < count else (facts.base_name, ())
         names, layers = tensors_of(everything, broken[:, k])
         if names:
             yield problem(
@@ -50,57 +50,57 @@ def _not_finite(scene: Scene) -> Iterator[Observation]:
             )  # fmt: skip
 
 
-def _not_of_the_base(scene: Scene) -> Iterator[Observation]:
-    strangers = sorted(scene.strangers)
-    if not strangers:
+def _not_of_the_base(facts: Facts) -> Iterator[Observation]:
+    unrelated = sorted(facts.unrelated)
+    if not unrelated:
         return
-    cosine = range_text([scene.kinship[k, scene.reference] for k in strangers])
-    if not scene.has_base:
-        verb = "has" if len(strangers) == 1 else "have"
-        whose = f"{scene.parents(strangers)} {verb} not the same base as {scene.parent(0)}"
-        both = "these two have not the same base" if len(scene.names) == 2 else whose
+    cosine = range_text([facts.weight_cosines[k, facts.reference] for k in unrelated])
+    if not facts.has_base:
+        verb = "has" if len(unrelated) == 1 else "have"
+        whose = f"{facts.parents(unrelated)} {verb} not the same base as {facts.parent(0)}"
+        both = "these two have not the same base" if len(facts.names) == 2 else whose
         sentence = f"{both}: the cosine of their weights is {cosine}."
     else:
-        change = range_text(median_of(scene.matrices.relative_change[:, k]) for k in strangers)
-        verb = "does" if len(strangers) == 1 else "do"
-        base = scene.base_name
+        change = range_text(median_of(facts.matrices.relative_change[:, k]) for k in unrelated)
+        verb = "does" if len(unrelated) == 1 else "do"
+        base = facts.base_name
         sentence = (
-            f"{scene.parents(strangers)} {verb} not come from {base}: relative change about {change}, "
-            f"cosine of the weights with those of {base} {cosine}.{_common_base(scene, strangers)}"
+            f"{facts.parents(unrelated)} {verb} not come from {base}: relative change about {change}, "
+            f"cosine of the weights with those of {base} {cosine}.{_common_base(facts, unrelated)}"
         )
     remedy = (
         "Merge models that were trained from one base, and name that one; the mean of weights that were "
         "trained apart computes nothing."
     )
-    yield problem("strangers", sentence=sentence, remedy=remedy, parents=tuple(strangers))
+    yield problem("unrelated", sentence=sentence, remedy=remedy, parents=tuple(unrelated))
 
 
-def _common_base(scene: Scene, strangers: Sequence[int]) -> str:
-    """What strangers to the base are to each other."""
-    if len(strangers) == 1:
-        return " These two have not the same base." if len(scene.names) == 2 else ""
-    is_one = min(scene.kinship[j, k] for j, k in combinations(strangers, 2)) > UNRELATED
+def _common_base(facts: Facts, unrelated: Sequence[int]) -> str:
+    """What models that are unrelated to the base are to each other."""
+    if len(unrelated) == 1:
+        return " These two have not the same base." if len(facts.names) == 2 else ""
+    is_one = min(facts.weight_cosines[j, k] for j, k in combinations(unrelated, 2)) > UNRELATED
     return " They have another one in common." if is_one else " These have not the same base either."
 
 
-def _moved_layers(scene: Scene) -> Iterator[Observation]:
-    own = scene.witnesses
-    if own and all(scene.moved.get(k) == scene.moved.get(own[0], {}) for k in own):
-        for moved in scene.moved[own[0]].values():
+def _moved_layers(facts: Facts) -> Iterator[Observation]:
+    own = facts.sound_parents
+    if own and all(facts.moved.get(k) == facts.moved.get(own[0], {}) for k in own):
+        for moved in facts.moved[own[0]].values():
             there = {b: a for a, b in moved.items()}
             yield problem(
                 "layers_moved",
-                sentence=f"{_movement(there, scene.base_name, ALL_PARENTS)}.",
+                sentence=f"{_movement(there, facts.base_name, ALL_PARENTS)}.",
                 remedy="Fetch or convert the base anew, or name the one that they were trained from.",
                 layers=tuple(sorted({*moved, *there})), parents=own,
             )  # fmt: skip
         return
-    for k, stacks in scene.moved.items():
+    for k, stacks in facts.moved.items():
         for stack, moved in stacks.items():
-            where = f"{f'{stack} of ' if len(stacks) > 1 else ''}{scene.parent(k)}"
+            where = f"{f'{stack} of ' if len(stacks) > 1 else ''}{facts.parent(k)}"
             yield problem(
                 "layers_moved",
-                sentence=f"{_movement(moved, where, scene.reference_name)}.",
+                sentence=f"{_movement(moved, where, facts.reference_name)}.",
                 remedy="Fetch or convert the checkpoint anew, or order its layers by slices in the recipe: "
                 "as it is, each is merged with another. Slices that pair them on purpose can stay.",
                 layers=tuple(sorted(moved)), parents=(k,),
@@ -121,14 +121,14 @@ def _movement(moved: Moved, where: str, reference: str) -> str:
     return f"{here} of {where} stand in another order than those of {reference}: {listed}"
 
 
-def _permuted_experts(scene: Scene) -> Iterator[Observation]:
-    own = scene.witnesses
-    is_base = bool(own) and all(scene.permuted[k] == scene.permuted[own[0]] for k in own)
-    for parents in [own] if is_base else [(k,) for k in scene.others]:
+def _permuted_experts(facts: Facts) -> Iterator[Observation]:
+    own = facts.sound_parents
+    is_base = bool(own) and all(facts.permuted[k] == facts.permuted[own[0]] for k in own)
+    for parents in [own] if is_base else [(k,) for k in facts.others]:
         k = parents[0]
-        names = (scene.base_name, ALL_PARENTS) if is_base else (scene.parent(k), scene.reference_name)
-        elsewhere = {layer for stack in scene.moved.get(k, {}).values() for layer in stack}
-        moved = {layer: each for layer, each in scene.permuted[k].items() if layer not in elsewhere}
+        names = (facts.base_name, ALL_PARENTS) if is_base else (facts.parent(k), facts.reference_name)
+        elsewhere = {layer for stack in facts.moved.get(k, {}).values() for layer in stack}
+        moved = {layer: each for layer, each in facts.permuted[k].items() if layer not in elsewhere}
         if moved:
             count = range_text([len(each) for each in moved.values()])
             yield problem(
@@ -145,35 +145,35 @@ _UNLIKE = "Check whether they were trained anew, and from which model."
 _UNLIKE_EXPERTS = "Trained apart, or neurons in another order: see docs/how-to/align-experts.md."
 
 
-def _unlike_roles(scene: Scene) -> Iterator[Observation]:
+def _unlike_roles(facts: Facts) -> Iterator[Observation]:
     """Parents whose tensors of one role have nothing to do with the base's, while others have."""
-    by_role = scene.matrices.grouped("role")
-    changes = changes_of(by_role, has_base=scene.has_base)
+    by_role = facts.matrices.grouped("role")
+    changes = changes_of(by_role, has_base=facts.has_base)
     for label, change in zip(by_role.labels, changes, strict=True):
-        cosines = scene.roles.get(label.role, np.full_like(scene.kinship, np.nan))
-        unlike = tuple(k for k in scene.others if cosines[k, scene.reference] < UNRELATED and change[k] > FAR)
+        cosines = facts.roles.get(label.role, np.full_like(facts.weight_cosines, np.nan))
+        unlike = tuple(k for k in facts.others if cosines[k, facts.reference] < UNRELATED and change[k] > FAR)
         pairs = combinations(unlike, 2)
-        is_base = unlike and unlike == scene.witnesses and all(cosines[pair] > _AT_ONE for pair in pairs)
+        is_base = unlike and unlike == facts.sound_parents and all(cosines[pair] > _AT_ONE for pair in pairs)
         for parents in [unlike] if is_base else [(k,) for k in unlike]:
             k = parents[0]
-            names = (scene.base_name, ALL_PARENTS) if is_base else (scene.parent(k), scene.reference_name)
+            names = (facts.base_name, ALL_PARENTS) if is_base else (facts.parent(k), facts.reference_name)
             yield problem(
                 "role_unlike",
                 sentence=f"the tensors of role {label.role} in {names[0]} have nothing in common with those "
-                f"of {names[1]}: their cosine is {cosines[k, scene.reference]:.2f}.",
+                f"of {names[1]}: their cosine is {cosines[k, facts.reference]:.2f}.",
                 remedy=_UNLIKE_EXPERTS if label.role == Role.EXPERT else _UNLIKE,
                 roles=(label.role,), parents=parents,
             )  # fmt: skip
 
 
-def _equal_parents(scene: Scene) -> Iterator[Observation]:
-    sketches = scene.measured.sketches
-    for j, k in combinations(range(len(scene.names)), 2):
+def _equal_parents(facts: Facts) -> Iterator[Observation]:
+    sketches = facts.measured.sketches
+    for j, k in combinations(range(len(facts.names)), 2):
         is_same = np.allclose(sketches[:, j], sketches[:, k], rtol=1e-9, atol=0)
-        if is_same and len(sketches) and not {j, k} <= scene.silent:
+        if is_same and len(sketches) and not {j, k} <= facts.unchanged:
             yield problem(
                 "parents_equal",
-                sentence=f"{scene.parents((j, k))} are equal{in_what_was_read(scene)}.",
+                sentence=f"{facts.parents((j, k))} are equal{in_what_was_read(facts)}.",
                 remedy="Check both places, or leave one out: the same model counts twice.",
                 parents=(j, k),
             )

@@ -7,10 +7,10 @@ from itertools import combinations
 
 import numpy as np
 
-from raymerge.verifier.observations.scene import (
+from raymerge.verifier.observations.facts import (
+    Facts,
     Observation,
     Rule,
-    Scene,
     changes_of,
     in_what_was_read,
     layers_text,
@@ -41,8 +41,8 @@ OF_RESULTS = frozenset({"absent", "follows", "shrunk"})
 """Notes on the result, of which nothing more is said where it is broken."""
 
 
-def not_measured(scene: Scene) -> Iterator[Observation]:
-    counts = {reason: count for reason, count in (scene.report.skipped or {}).items() if count}
+def not_measured(facts: Facts) -> Iterator[Observation]:
+    counts = {reason: count for reason, count in (facts.report.skipped or {}).items() if count}
     total = sum(counts.values())
     if total:
         what = "1 part of a tensor was" if total == 1 else f"{total} parts of tensors were"
@@ -53,26 +53,26 @@ def not_measured(scene: Scene) -> Iterator[Observation]:
         )
 
 
-def _parents_that_are_the_base(scene: Scene) -> Iterator[Observation]:
-    if scene.report.is_base_named:
+def _parents_that_are_the_base(facts: Facts) -> Iterator[Observation]:
+    if facts.report.is_base_named:
         yield note(
             "is_base",
-            sentence=f"one of the models is {scene.base_name} itself, which changes nothing.",
+            sentence=f"one of the models is {facts.base_name} itself, which changes nothing.",
             remedy="Leave it out, or name the model that was meant.",
         )
-    for k in sorted(scene.silent):
+    for k in sorted(facts.unchanged):
         yield note(
             "is_base",
-            sentence=f"{scene.parent(k)} is {scene.base_name}: no number differs{in_what_was_read(scene)}.",
+            sentence=f"{facts.parent(k)} is {facts.base_name}: no number differs{in_what_was_read(facts)}.",
             remedy="Check its place"
-            + ("." if scene.report.kind == "diff" else "; as a parent it only draws the result back."),
+            + ("." if facts.report.kind == "diff" else "; as a parent it only draws the result back."),
             parents=(k,),
         )
 
 
-def _layers_that_stand_out(scene: Scene) -> Iterator[Observation]:
-    by_layer = scene.matrices.matching(lambda each: each.layer >= 0).grouped("stack", "layer")
-    for k in scene.tuned if scene.has_base else []:
+def _layers_that_stand_out(facts: Facts) -> Iterator[Observation]:
+    by_layer = facts.matrices.matching(lambda each: each.layer >= 0).grouped("stack", "layer")
+    for k in facts.tuned if facts.has_base else []:
         changes = by_layer.relative_change[:, k]
         stand_out = outliers(changes)[1]
         layers = tensors_of(by_layer, stand_out)[1]
@@ -80,17 +80,17 @@ def _layers_that_stand_out(scene: Scene) -> Iterator[Observation]:
             verb = "was" if len(layers) == 1 else "were"
             yield note(
                 "layer_stands_out",
-                sentence=f"{layers_text(layers)} of {scene.parent(k)} {verb} changed more than its others: "
+                sentence=f"{layers_text(layers)} of {facts.parent(k)} {verb} changed more than its others: "
                 f"relative change {range_text(changes[stand_out])}, elsewhere {median_of(changes):.2g}.",
                 remedy="See whether it was trained so on purpose; methods in the recipe can treat it apart.",
                 layers=layers, parents=(k,),
             )  # fmt: skip
 
 
-def _conflicts(scene: Scene) -> Iterator[Observation]:
-    for j, k in combinations(scene.tuned if scene.has_base else [], 2):
-        conflict = float(scene.whole.pair_conflict[0, j, k])
-        by_role = scene.matrices.grouped("role")
+def _conflicts(facts: Facts) -> Iterator[Observation]:
+    for j, k in combinations(facts.tuned if facts.has_base else [], 2):
+        conflict = float(facts.whole.pair_conflict[0, j, k])
+        by_role = facts.matrices.grouped("role")
         there = {
             str(label.role): value
             for label, value in zip(by_role.labels, by_role.pair_conflict[:, j, k], strict=True)
@@ -98,11 +98,11 @@ def _conflicts(scene: Scene) -> Iterator[Observation]:
         }
         if conflict > HIGH_CONFLICT or there:
             role = max(there, key=lambda each: there[each], default="")
-            layers = _conflicting_layers(scene, role, (j, k))
+            layers = _conflicting_layers(facts, role, (j, k))
             where = f", most in role {role}{f', {layers_text(layers)}' if layers else ''}" if role else ""
             yield note(
                 "conflict",
-                sentence=f"{scene.parents((j, k))} work against each other: weighted sign conflict "
+                sentence=f"{facts.parents((j, k))} work against each other: weighted sign conflict "
                 f"{conflict:.2f}{where} (unrelated changes of one size have 0.29).",
                 remedy="Resolve signs (ties, dare_ties, sce), or weigh one less; methods in the recipe can "
                 "do so for some roles or layers.",
@@ -110,40 +110,40 @@ def _conflicts(scene: Scene) -> Iterator[Observation]:
             )  # fmt: skip
 
 
-def _conflicting_layers(scene: Scene, role: str, pair: tuple[int, int]) -> tuple[int, ...]:
+def _conflicting_layers(facts: Facts, role: str, pair: tuple[int, int]) -> tuple[int, ...]:
     """Those that conflict, where they are not nearly all."""
-    of_role = scene.measured.matching(lambda each: each.role == role)
+    of_role = facts.measured.matching(lambda each: each.role == role)
     by_layer = of_role.grouped("layer")
     high = by_layer.pair_conflict[:, pair[0], pair[1]] > HIGH_CONFLICT_THERE
     layers = [label.layer for label, is_high in zip(by_layer.labels, high, strict=True) if is_high]
     return tuple(sorted(layers)) if 0 < len(layers) < 0.8 * len(by_layer) else ()
 
 
-def _results(scene: Scene) -> Iterator[Observation]:
+def _results(facts: Facts) -> Iterator[Observation]:
     """What the merged change has of each parent's."""
-    tuned = scene.tuned
-    if not (scene.has_base and len(scene.whole) and scene.whole.merged[0] > 0 and len(tuned) > 1):
+    tuned = facts.tuned
+    if not (facts.has_base and len(facts.whole) and facts.whole.merged[0] > 0 and len(tuned) > 1):
         return
-    shares, cosines = scene.whole.shares[0], scene.whole.merged_cosines[0]
+    shares, cosines = facts.whole.shares[0], facts.whole.merged_cosines[0]
     for k in tuned:
         if abs(shares[k]) < ABSENT_SHARE:
             yield note(
                 "absent",
-                sentence=f"almost nothing of {scene.parent(k)} is in the result: share {abs(shares[k]):.2f}.",
+                sentence=f"almost nothing of {facts.parent(k)} is in the result: share {abs(shares[k]):.2f}.",
                 remedy="Raise its weight or its density, if it is meant to count.", parents=(k,),
             )  # fmt: skip
     first, second, *_ = sorted(tuned, key=lambda k: -cosines[k])
     if cosines[first] > FOLLOWS and cosines[second] < FOLLOWS_OTHERS:
-        changes, others = scene.whole.relative_change[0], [k for k in tuned if k != first]
+        changes, others = facts.whole.relative_change[0], [k for k in tuned if k != first]
         yield note(
             "follows",
-            sentence=f"the result follows {scene.parent(first)}: the cosine of the merged change with its "
+            sentence=f"the result follows {facts.parent(first)}: the cosine of the merged change with its "
             f"change is {cosines[first]:.2f}, with any other's at most {cosines[second]:.2f}; "
             f"relative changes {changes[first]:.2g} and {range_text(changes[k] for k in others)}.",
             remedy="Give the others more weight, if they are meant to count.", parents=(first,),
         )  # fmt: skip
-    norms = np.sqrt(np.diagonal(scene.whole.gram[0]))[tuned]
-    shrunk = float(np.sqrt(scene.whole.merged[0]) / norms.max())
+    norms = np.sqrt(np.diagonal(facts.whole.gram[0]))[tuned]
+    shrunk = float(np.sqrt(facts.whole.merged[0]) / norms.max())
     if shrunk < SHRUNK:
         yield note(
             "shrunk",
@@ -153,41 +153,41 @@ def _results(scene: Scene) -> Iterator[Observation]:
         )  # fmt: skip
 
 
-def _small_changes(scene: Scene) -> Iterator[Observation]:
-    for k in scene.tuned if scene.has_base else []:
-        present, zeros = scene.whole.present[0, k], scene.whole.zeros[0, k]
-        hidden = scene.whole.invisible[0, k] / max(present - zeros, 1)
+def _small_changes(facts: Facts) -> Iterator[Observation]:
+    for k in facts.tuned if facts.has_base else []:
+        present, zeros = facts.whole.present[0, k], facts.whole.zeros[0, k]
+        hidden = facts.whole.invisible[0, k] / max(present - zeros, 1)
         if hidden > INVISIBLE:
             yield note(
                 "invisible",
-                sentence=f"{hidden:.0%} of the changes of {scene.parent(k)} are below one step of bfloat16.",
+                sentence=f"{hidden:.0%} of the changes of {facts.parent(k)} are below one step of bfloat16.",
                 remedy="They are rounded away unless the result is stored in float32 (dtype).",
                 parents=(k,),
             )  # fmt: skip
         if zeros > SPARSE * present:
             yield note(
                 "sparse",
-                sentence=f"{scene.parent(k)} changed {1 - zeros / present:.1%} of the base's numbers.",
+                sentence=f"{facts.parent(k)} changed {1 - zeros / present:.1%} of the base's numbers.",
                 remedy="Few changes survive a mean badly: take task_arithmetic or ties rather than linear.",
                 parents=(k,),
             )  # fmt: skip
 
 
-def _little_overlap(scene: Scene) -> Iterator[Observation]:
-    for j, k in combinations(scene.tuned if scene.has_base else [], 2):
-        overlap, conflict = scene.whole.overlaps[0, j, k], scene.whole.pair_conflict[0, j, k]
+def _little_overlap(facts: Facts) -> Iterator[Observation]:
+    for j, k in combinations(facts.tuned if facts.has_base else [], 2):
+        overlap, conflict = facts.whole.overlaps[0, j, k], facts.whole.pair_conflict[0, j, k]
         if overlap < LITTLE_OVERLAP and conflict < LITTLE_CONFLICT:
             yield note(
                 "little_overlap",
-                sentence=f"{scene.parents((j, k))} changed other weights: their largest changes overlap by "
+                sentence=f"{facts.parents((j, k))} changed other weights: their largest changes overlap by "
                 f"{overlap:.2f}, sign conflict {conflict:.2f}.",
                 remedy="They hardly disturb each other: task_arithmetic with weights near 1 keeps both.",
                 parents=(j, k),
             )  # fmt: skip
 
 
-def _encodings(scene: Scene) -> Iterator[Observation]:
-    formats = scene.measured.grouped("stored_as")
+def _encodings(facts: Facts) -> Iterator[Observation]:
+    formats = facts.measured.grouped("stored_as")
     for label, error in zip(formats.labels, formats.encoding_error, strict=True):
         usual = ENCODING_ERROR_4_BIT if "4" in label.stored_as else ENCODING_ERROR
         if label.stored_as and error > usual:
@@ -199,9 +199,9 @@ def _encodings(scene: Scene) -> Iterator[Observation]:
             )  # fmt: skip
 
 
-def _no_base(scene: Scene) -> Iterator[Observation]:
-    is_merge = len(scene.names) > 1 and scene.report.kind != "diff"
-    if is_merge and not scene.has_base and not scene.strangers:
+def _no_base(facts: Facts) -> Iterator[Observation]:
+    is_merge = len(facts.names) > 1 and facts.report.kind != "diff"
+    if is_merge and not facts.has_base and not facts.unrelated:
         yield note(
             "no_base",
             sentence="There is no base, so what each parent changed is not known.",
@@ -210,19 +210,19 @@ def _no_base(scene: Scene) -> Iterator[Observation]:
         )
 
 
-def usual(scene: Scene) -> Observation:
-    if not len(scene.whole):
+def usual(facts: Facts) -> Observation:
+    if not len(facts.whole):
         what = "Nothing was measured: no tensor is merged from several models."
-        return note("nothing", sentence=what if not scene.report.skipped else "Nothing was measured.")
-    changes = changes_of(scene.whole, has_base=scene.has_base)[0, scene.tuned]
+        return note("nothing", sentence=what if not facts.report.skipped else "Nothing was measured.")
+    changes = changes_of(facts.whole, has_base=facts.has_base)[0, facts.tuned]
     plural = "s" if len(changes) > 1 else ""
-    facts = f"{measure_word(scene)}{plural} {range_text(changes)}" if np.isfinite(changes).any() else ""
-    if scene.has_base and len(scene.tuned) > 1:
-        pairs = tuple(np.array(list(combinations(scene.tuned, 2))).T)
-        facts += f", cosines of changes {range_text(scene.whole.cosines[0][pairs])}"
-        facts += f", weighted sign conflict {range_text(scene.whole.pair_conflict[0][pairs])}"
-    is_part = any((scene.report.skipped or {}).values())
-    what = f"Nothing unusual{' in what was measured' if is_part else ''}{f': {facts}' if facts else ''}."
+    figures = f"{measure_word(facts)}{plural} {range_text(changes)}" if np.isfinite(changes).any() else ""
+    if facts.has_base and len(facts.tuned) > 1:
+        pairs = tuple(np.array(list(combinations(facts.tuned, 2))).T)
+        figures += f", cosines of changes {range_text(facts.whole.cosines[0][pairs])}"
+        figures += f", weighted sign conflict {range_text(facts.whole.pair_conflict[0][pairs])}"
+    is_part = any((facts.report.skipped or {}).values())
+    what = f"Nothing unusual{' in what was measured' if is_part else ''}{f': {figures}' if figures else ''}."
     return note("usual_in_part" if is_part else "usual", sentence=what)
 
 

@@ -16,11 +16,11 @@ from raymerge.verifier.measurements import Floats, Measurements, Report
 from raymerge.verifier.observations.correspondence import (
     Moved,
     is_matrix,
-    kinship,
     moved_experts,
     moved_layers,
     moved_rows,
     related,
+    weight_cosines,
 )
 
 Severity: TypeAlias = Literal["problem", "note"]
@@ -57,7 +57,7 @@ note = partial(Observation, severity="note")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scene:
+class Facts:
     report: Report
     measured: Measurements
     """Rows of finite numbers."""
@@ -67,11 +67,11 @@ class Scene:
     names: tuple[str, ...]
     roles: Mapping[str, Floats]
     """``related``"""
-    kinship: Floats
-    """``kinship``"""
-    silent: frozenset[int]
+    weight_cosines: Floats
+    """Of the weights of each two models, the base last: ``[P + 1, P + 1]``."""
+    unchanged: frozenset[int]
     """Parents that are the base."""
-    strangers: frozenset[int]
+    unrelated: frozenset[int]
     """Parents that do not come from the base, or from the first parent where there is none."""
     permuted: Mapping[int, Mapping[int, Moved]]
     """Experts in other places, by parent and layer; by router rows, else by the experts themselves."""
@@ -100,7 +100,7 @@ class Scene:
     @property
     def tuned(self) -> list[int]:
         """Parents that were trained from the base, the first one where there is none among them."""
-        return [k for k in range(len(self.names)) if k not in self.silent | self.strangers | self.faulty]
+        return [k for k in range(len(self.names)) if k not in self.unchanged | self.unrelated | self.faulty]
 
     @property
     def others(self) -> list[int]:
@@ -108,10 +108,10 @@ class Scene:
         return [k for k in self.tuned if k != self.reference]
 
     @property
-    def witnesses(self) -> tuple[int, ...]:
+    def sound_parents(self) -> tuple[int, ...]:
         """Parents that can show, if they are at one, that it is the base that is damaged."""
         sound = tuple(self.tuned)
-        is_all = len(sound) + len(self.silent) == len(self.names)
+        is_all = len(sound) + len(self.unchanged) == len(self.names)
         return sound if self.has_base and is_all and len(sound) > 1 else ()
 
     def parent(self, k: int) -> str:
@@ -122,23 +122,23 @@ class Scene:
         return joined([self.parent(k) for k in chosen])
 
 
-def make_scene(report: Report) -> Scene:
+def gather_facts(report: Report) -> Facts:
     measured = report.measurements.finite()
     matrices = measured.matching(is_matrix)
     whole = (matrices if len(matrices) else measured).grouped()
     count = len(report.parents)
     changed = np.einsum("njj->nj", measured.gram).sum(0)
-    silent = {k for k in range(count) if report.base and measured.present[:, k].any() and not changed[k]}
+    unchanged = {k for k in range(count) if report.base and measured.present[:, k].any() and not changed[k]}
     roles = related(measured)
     names, reference = short_names(report.parents), count if report.base is not None else 0
     permuted = {k: _permuted(report, measured, k, reference) for k in range(count)}
-    scene = Scene(
-        report, measured, whole, matrices, names, roles, kinship(measured, roles), frozenset(silent),
-        frozenset(), permuted,
+    facts = Facts(
+        report, measured, whole, matrices, names, roles, weight_cosines(measured, roles),
+        frozenset(unchanged), frozenset(), permuted,
     )  # fmt: skip
     moved = {k: moved_layers(measured, k, reference) for k in range(count) if k != reference}
-    scene = replace(scene, moved={k: stacks for k, stacks in moved.items() if stacks})
-    return replace(scene, strangers=frozenset(k for k in range(count) if _is_stranger(scene, k)))
+    facts = replace(facts, moved={k: stacks for k, stacks in moved.items() if stacks})
+    return replace(facts, unrelated=frozenset(k for k in range(count) if _is_unrelated(facts, k)))
 
 
 def _permuted(report: Report, measured: Measurements, k: int, reference: int) -> Mapping[int, Moved]:
@@ -152,13 +152,13 @@ def _permuted(report: Report, measured: Measurements, k: int, reference: int) ->
     return {**by_matrix, **{layer: moved for layer, moved in by_router.items() if moved}}
 
 
-def _is_stranger(scene: Scene, k: int) -> bool:
+def _is_unrelated(facts: Facts, k: int) -> bool:
     # Layers and experts that only are in another order are no others.
-    if k == scene.reference or not len(scene.whole) or k in scene.moved or scene.permuted[k]:
+    if k == facts.reference or not len(facts.whole) or k in facts.moved or facts.permuted[k]:
         return False
     # Of most matrices: a few can be much larger than all others.
-    is_away = not scene.has_base or median_of(scene.matrices.relative_change[:, k]) > FAR
-    return bool(is_away and scene.kinship[k, scene.reference] < UNRELATED)
+    is_away = not facts.has_base or median_of(facts.matrices.relative_change[:, k]) > FAR
+    return bool(is_away and facts.weight_cosines[k, facts.reference] < UNRELATED)
 
 
 def short_names(places: Sequence[str]) -> tuple[str, ...]:
@@ -188,8 +188,8 @@ def changes_of(measured: Measurements, *, has_base: bool) -> Floats:
     return np.asarray(np.sqrt(np.where(np.isfinite(nearest), nearest, np.nan)))
 
 
-def measure_word(scene: Scene) -> str:
-    return "relative change" if scene.has_base else "relative distance"
+def measure_word(facts: Facts) -> str:
+    return "relative change" if facts.has_base else "relative distance"
 
 
 def outliers(values: Floats) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -218,8 +218,8 @@ def tensors_of(measured: Measurements, rows: NDArray[np.bool_]) -> tuple[tuple[s
     return tuple(label.part or label.tensor for label in labels), tuple(sorted(layers))
 
 
-def in_what_was_read(scene: Scene) -> str:
-    return "" if scene.report.is_exact else " in what was read"
+def in_what_was_read(facts: Facts) -> str:
+    return "" if facts.report.is_exact else " in what was read"
 
 
 def counted(names: Sequence[str]) -> str:
@@ -263,4 +263,4 @@ def _two_digits(value: float) -> str:
     return f"{value:.2g}"
 
 
-Rule: TypeAlias = Callable[[Scene], Iterator[Observation]]
+Rule: TypeAlias = Callable[[Facts], Iterator[Observation]]
