@@ -58,10 +58,11 @@ def chunks(num_elements: int, device: torch.device) -> Iterator[slice]:
 
 
 def chunk_length(num_elements: int, device: torch.device) -> int:
-    """Elements processed at once: whole pieces, whose two 8-byte temporaries take no more than one float32
-    tile of ``max(num_elements, BLOCK)``."""
-    longest = _LONGEST_CPU_CHUNK if device.type == "cpu" else _LONGEST_GPU_CHUNK
-    return max(PIECE, min(longest, num_elements // 4 // PIECE * PIECE))
+    """Elements processed at once: whole pieces. On the processor their two 8-byte temporaries take no more
+    than one float32 tile of ``max(num_elements, BLOCK)``; a GPU takes what it is given, up to a limit."""
+    if device.type != "cpu":
+        return _LONGEST_GPU_CHUNK
+    return max(PIECE, min(_LONGEST_CPU_CHUNK, num_elements // 4 // PIECE * PIECE))
 
 
 def add_squares(total: float, values: torch.Tensor) -> float:
