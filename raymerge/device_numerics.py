@@ -1,9 +1,8 @@
-"""Devices for torch: choice, full float32 precision, and CPU fallback for failing GPUs."""
+"""The device that a worker computes on: choice, full float32 precision, and CPU fallback for failing GPUs."""
 
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from raymerge import devices
 from raymerge.errors import OptionError, Problem, first_line
 
 T = TypeVar("T")
@@ -23,14 +23,6 @@ _OPERATIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldn
 """Backends with a precision setting of their own from torch 2.9 on."""
 _PRODUCT_SIZE = 256
 """Matrix size for which the libraries would use reduced precision."""
-
-_FAILURE = re.compile(
-    r"\bcuda (?:\w+ )?error\b|\bcuda out of memory\b"
-    r"|\bcu(?:blas|blaslt|solver|dnn|sparse|fft|rand)(?: error\b| api failed\b|_status_)",
-    re.IGNORECASE,
-)
-"""GPU failures in messages of torch and NVIDIA libraries whose errors have no type of their own."""
-_NO_MEMORY = re.compile(r"out of memory|_status_alloc_failed\b", re.IGNORECASE)
 
 
 def divisor(number: float, like: torch.Tensor) -> torch.Tensor:
@@ -68,6 +60,7 @@ def one_thread() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     device: Literal["cpu", "cuda"]
+    """As in the option ``--device``: "cuda" is a GPU of any vendor."""
     reason: str
 
 
@@ -78,15 +71,14 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device of this worker process; ``auto`` takes a GPU that works.
 
     Raises OptionError: no GPU is visible, or it does not multiply float32 in full precision."""
-    has_gpu = device != "cpu" and torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
+    gpu = None if device == "cpu" else devices.find_gpu()
+    if device == "cuda" and gpu is None:
         raise OptionError(
             Problem(
                 "--device", "cuda was asked for, but no GPU is visible here.", "Use --device auto or cpu."
             )
         )
-    is_taken = has_gpu and (device == "cuda" or _works(torch.device("cuda")))
-    return torch.device("cuda" if is_taken else "cpu")
+    return gpu if gpu is not None and (device == "cuda" or _works(gpu)) else _PROCESSOR
 
 
 def _works(gpu: torch.device) -> bool:
@@ -115,11 +107,11 @@ def kernels_of(device: torch.device) -> dict[str, str]:
 
     Raises OptionError: the GPU is broken, or another process has it for itself."""
     processor = torch.backends.cpu.get_cpu_capability()
-    if device.type == "cuda":
+    if device.type != "cpu":
         try:
-            processor = torch.cuda.get_device_name(device)
+            processor = devices.name_of(device)
         except RuntimeError as error:
-            what = f"cuda cannot be used here: {first_line(error)}."
+            what = f"{device.type} cannot be used here: {first_line(error)}."
             raise OptionError(
                 Problem("--device", what, "Look at nvidia-smi, or give --device cpu.")
             ) from error
@@ -166,7 +158,7 @@ def check_full_float32(device: torch.device) -> None:
     values = last_bits.add_(1.0).float().view(_PRODUCT_SIZE, _PRODUCT_SIZE)
     one = torch.eye(_PRODUCT_SIZE, device=device)
     if not torch.equal(torch.mm(values, one), values) or not torch.equal(torch.mm(one, values), values):
-        kind = "GPU" if device.type == "cuda" else "processor"
+        kind = "processor" if device.type == "cpu" else "GPU"
         what = f"float32 numbers are not multiplied with all of their bits on this {kind}."
         remedy = (
             "Take NVIDIA_TF32_OVERRIDE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and ONEDNN_DEFAULT_FPMATH_MODE out "
@@ -194,32 +186,6 @@ def _read(setting: Callable[[], T]) -> T | None:
 # GPUs that fail
 
 
-class DeviceError(RuntimeError):
-    """A device cannot be used at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFailure:
-    note: str
-    is_lasting: bool
-    """Whether it will fail again; memory may be free again later."""
-
-
-def failure_of(error: Exception) -> DeviceFailure | None:
-    """The GPU failure behind an error; None if there is none.
-
-    torch has error types for CUDA (from 2.8 on) and for memory. cuBLAS, cuSOLVER and cuDNN raise plain
-    RuntimeErrors, as program defects do."""
-    kinds = (DeviceError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", DeviceError))
-    message = str(error)
-    if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and _FAILURE.search(message)):
-        return None
-    line = (message.strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(message):
-        return DeviceFailure(f"the GPU has too little memory: {line}", is_lasting=False)
-    return DeviceFailure(f"the GPU failed: {line}", is_lasting=True)
-
-
 class Fallback:
     def __init__(self, device: torch.device, failure: str = "") -> None:
         self._device = device
@@ -237,7 +203,7 @@ class Fallback:
             self._check()
             return make(self._device, "")
         except RuntimeError as error:
-            failure = failure_of(error)
+            failure = devices.failure_of(error)
             if failure is None:
                 raise
         # Outside of the handler: the error keeps alive all that was on the GPU.

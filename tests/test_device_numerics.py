@@ -11,14 +11,7 @@ import torch
 from kits.gpu_arithmetic import multiply_in_tf32
 
 from raymerge import device_numerics
-from raymerge.device_numerics import (
-    DeviceError,
-    Fallback,
-    check_full_float32,
-    failure_of,
-    full_float32,
-    set_full_float32,
-)
+from raymerge.device_numerics import Fallback, check_full_float32, full_float32, set_full_float32
 from raymerge.errors import OptionError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -97,59 +90,6 @@ def test_what_is_stronger_than_the_settings_is_seen(settings: None, monkeypatch:
 
 
 # GPUs that fail
-
-
-def _accelerator_error(said: str) -> Exception:
-    kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
-    error = kind.__new__(kind)
-    error.args = (said,)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "note", "is_lasting"),
-    [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried.\nGPU 0"),
-            MEMORY + "CUDA out of memory. Tried.",
-            False,
-        ),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-            MEMORY + "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            False,
-        ),
-        (_accelerator_error("an illegal access"), FAILED + "an illegal access", True),
-        (RuntimeError("CUDA error: unknown error"), FAILED + "CUDA error: unknown error", True),
-        (
-            RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXsyevd()`"),
-            FAILED + "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXsyevd()`",
-            True,
-        ),
-        (
-            RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
-            FAILED + "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
-            True,
-        ),
-        (DeviceError("Found no driver"), FAILED + "Found no driver", True),
-    ],
-)
-def test_what_a_gpu_fails_with(error: Exception, note: str, is_lasting: bool) -> None:
-    failure = failure_of(error)
-    assert failure is not None
-    assert (failure.note, failure.is_lasting) == (note, is_lasting)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("Expected all tensors to be on the same device, found at least two, cuda:0 and cpu!"),
-        torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge"),
-        ValueError("CUDA error: in a name"),
-    ],
-)
-def test_what_is_not_the_gpu_s_fault(error: Exception) -> None:
-    assert failure_of(error) is None
 
 
 class _Gpu:

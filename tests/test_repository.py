@@ -171,6 +171,13 @@ def test_functions_stay_small_and_do_not_print(modules: Mapping[str, Module]) ->
     assert (long, prints) == ({}, [])
 
 
+def test_one_module_asks_torch_for_gpus() -> None:
+    """What is not asked there would be asked of one vendor's GPUs alone."""
+    vendors = re.compile(r"\btorch\.(cuda|xpu|accelerator|get_device_module)\b|\.is_cuda\b|\.cuda\(")
+    # The facts of a node are asked by code that is sent there, by itself.
+    assert [path.name for path in MODULES if vendors.search(_text(path))] == ["devices.py", "node_facts.py"]
+
+
 def test_no_file_names_a_machine_or_a_registry() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {match.group()}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from raymerge import devices
 from raymerge.device_numerics import check_full_float32
 from raymerge.diagnosis.check import Check, note, ok, problem
 from raymerge.errors import OptionError, UserError, first_line
@@ -64,31 +65,27 @@ def _fits(requirement: Requirement, present: str | None) -> bool:
 
 
 def gpus(driver: Path = Path("/proc/driver/nvidia/version")) -> Iterator[Check]:
-    import torch
-
-    build = (torch.version.cuda and f"CUDA {torch.version.cuda}") or (
-        torch.version.hip and f"ROCm {torch.version.hip}"
-    )
-    if not torch.cuda.is_available():
-        yield from _without_gpu(torch.__version__, build or "", driver)
-        return
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = (
-            f"{index}: {torch.cuda.get_device_name(index)}, {format_size(free)} free of {format_size(total)}"
-        )
+    build, found = devices.build_of_torch(), devices.list_gpus()
+    if not found:
+        yield from _without_gpu(build, driver)
+    for gpu in found:
+        free, total = devices.memory_of(gpu)
+        name = f"{gpu.index}: {devices.name_of(gpu)}, {format_size(free)} free of {format_size(total)}"
         try:
-            check_full_float32(torch.device("cuda", index))
+            check_full_float32(gpu)
         except (RuntimeError, AssertionError, OptionError) as error:
-            remedy = "Give --device cpu, or mend driver and torch; `nvidia-smi` shows what the driver sees."
+            remedy = (
+                "Give --device cpu, or mend driver and torch; `nvidia-smi`, `rocm-smi` or `xpu-smi` shows "
+            )
+            remedy += "what the driver sees."
             yield problem("GPU", f"{name}; a kernel fails there: {first_line(error)}", remedy)
         else:
             yield ok("GPU", f"{name}, {build}{_driver(driver)}; kernels run in full float32")
 
 
-def _without_gpu(torch_version: str, build: str, driver: Path) -> Iterator[Check]:
+def _without_gpu(build: str, driver: Path) -> Iterator[Check]:
     if driver.exists():
-        fact = f"the system has an NVIDIA GPU{_driver(driver)}, and torch {torch_version} "
+        fact = f"the system has an NVIDIA GPU{_driver(driver)}, and torch {version('torch')} "
         fact += f"(built for {build}) cannot use it." if build else "is built without CUDA."
         remedy = "Install a build of torch that fits the driver (pytorch.org/get-started); without it "
         yield note("GPU", fact, f"{remedy}merges compute on processors.")

@@ -23,10 +23,11 @@ import numpy as np
 import psutil
 import torch
 
-from raymerge import methods
+from raymerge import devices, methods
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.quantisation.formats import codec_of
-from raymerge.device_numerics import DeviceError, Fallback, failure_of, return_free_memory
+from raymerge.device_numerics import Fallback, return_free_memory
+from raymerge.devices import DeviceError, failure_of
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.events import PartInHand
@@ -319,7 +320,7 @@ class SegmentRunner:
             digests=output.digests,
             encoding_errors=output.encoding_errors,
             peak_rss=self._heap.peak_bytes,
-            peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            peak_device=devices.peak_bytes(device),
             note=note,
         )
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
+from raymerge import devices
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import encode, rounded
 from raymerge.execute.reading import Load, Raw, RawCodes, RawInput
@@ -62,35 +63,28 @@ class HostTransfers:
         return None
 
 
-class CudaTransfers(HostTransfers):
+class GpuTransfers(HostTransfers):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._up, self._compute, self._down = (_stream(device) for _ in range(3))
+        self._up, self._compute, self._down = (devices.make_stream(device) for _ in range(3))
 
     @property
     def device(self) -> torch.device:
         return self._device
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Page-locked memory, of pages. torch takes the next power of two bytes for it, and keeps it."""
-        # What lanes have done with would stay beside what they get. Older versions of torch cannot let go of
-        # it, but have the next buffers of a size lie there.
-        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
-        if empty_host_cache is not None:
-            empty_host_cache()
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return devices.pinned_buffer(nbytes)
 
     def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival]:
         """Copy stored bytes on the stream for that; rows of gathered inputs go when they are used."""
         # What several inputs are made of goes once.
         gone: dict[tuple[int, int], torch.Tensor] = {}
-        with torch.cuda.stream(self._up):
+        with devices.on_stream(self._up):
             moved = tuple(
                 raw if tile.op.expression.is_copy else [self._moved(each, gone) for each in raw]
                 for tile, raw in zip(load.tiles, raws, strict=True)
             )
-            arrival = _event()
-            arrival.record(self._up)
+            arrival = devices.record_event(self._up)
         return moved, arrival
 
     def _moved(self, raw: RawInput, gone: dict[tuple[int, int], torch.Tensor]) -> RawInput:
@@ -106,17 +100,17 @@ class CudaTransfers(HostTransfers):
 
     def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
         """Order the computing behind the copies, and the memory's reuse behind the computing."""
-        if isinstance(arrival, torch.cuda.Event):
-            self._compute.wait_event(arrival)
+        if arrival is not None:
+            self._compute.wait_event(cast("torch.Event", arrival))
         for raw in raws:
             for each in raw:
                 parts = each.tensors if isinstance(each, RawCodes) else (each,)
                 for part in parts:
-                    if isinstance(part, torch.Tensor) and part.is_cuda:
+                    if isinstance(part, torch.Tensor) and part.device.type != "cpu":
                         part.record_stream(self._compute)
 
     def computing(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._compute)
+        return devices.on_stream(self._compute)
 
     def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> Arrival:
         """Round on the GPU, and copy on the stream for that."""
@@ -128,21 +122,11 @@ class CudaTransfers(HostTransfers):
 
     def fetch(self, data: torch.Tensor, target: torch.Tensor) -> Arrival:
         self._down.wait_stream(self._compute)
-        with torch.cuda.stream(self._down):
+        with devices.on_stream(self._down):
             target.copy_(data, non_blocking=True)
             data.record_stream(self._down)
-            arrival = _event()
-            arrival.record(self._down)
-        return arrival
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+            return devices.record_event(self._down)
 
 
 def transfers_for(device: torch.device) -> HostTransfers:
-    return CudaTransfers(device) if device.type == "cuda" else HostTransfers()
+    return HostTransfers() if device.type == "cpu" else GpuTransfers(device)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from raymerge import devices
 from raymerge.architectures.roles import NameReader, TensorInfo, fused_layout, stacks, tied_pair
 from raymerge.architectures.rules import Role, Rules, class_names, rules_of
 from raymerge.checkpoints.adapters import PREFIX, FactorKind
@@ -292,12 +293,12 @@ def _check_options(options: ExtractOptions) -> torch.device:
     energy = options.limits.energy
     if energy is not None and not 0 < energy <= 1:
         problems.append(Problem("--energy", f"{energy} is not a share.", "Give a number above 0, up to 1."))
-    has_gpu = torch.cuda.is_available()
-    if options.device == "cuda" and not has_gpu:
+    gpu = None if options.device == "cpu" else devices.find_gpu()
+    if options.device == "cuda" and gpu is None:
         problems.append(Problem("--device", "torch finds no GPU here.", "Take --device cpu."))
     if problems:
         raise OptionError(problems)
-    return torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
+    return gpu or torch.device("cpu")
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from kits.chains import CHAIN
 from kits.checkpoint_maker import read_tensors, tiny_llama
@@ -115,14 +116,14 @@ def test_cuda_is_the_device_of_the_run(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_dry_run_says_that_there_is_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: None)
     outcome = run_command("submit", "recipe.yml", "out", "--cuda", "--dry-run", cwd=folder)
     outcome.check_refusal("no GPU is visible")
 
 
 def test_a_dry_run_counts_a_worker_for_each_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: torch.device("cuda"))
+    monkeypatch.setattr("raymerge.devices.list_gpus", lambda: [torch.device("cuda")] * 8)
     outcome = run_command("submit", "recipe.yml", "out", "--cuda", "--dry-run", cwd=folder)
     assert (outcome.code, "out can be made by 8 workers of 1 thread\n" in outcome.text) == (0, True)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from raymerge import devices
 from raymerge.diagnosis import machine
 from raymerge.diagnosis.check import Check, Question, examine, ok
 from raymerge.errors import OptionError, Problem
@@ -92,8 +93,8 @@ def test_the_packages_here_are_those_that_raymerge_needs() -> None:
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(devices, "list_gpus", tuple)
+    monkeypatch.setattr(devices, "build_of_torch", str)
     driver = tmp_path / "version"
     assert _said(machine.gpus(driver)) == [("ok", "none; merges compute on processors")]
     driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build\n")
@@ -107,10 +108,10 @@ def test_a_gpu_whose_kernels_fail_is_a_problem(tmp_path: Path, monkeypatch: pyte
         if device.index == 1:
             raise RuntimeError("CUDA error: no kernel image is available")
 
-    found = {"is_available": lambda: True, "device_count": lambda: 2, "get_device_name": lambda _: "H100"}
-    for name, value in {**found, "mem_get_info": lambda _: (70 * 10**9, 80 * 10**9)}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(devices, "list_gpus", lambda: [torch.device("cuda", index) for index in range(2)])
+    monkeypatch.setattr(devices, "name_of", lambda _: "H100")
+    monkeypatch.setattr(devices, "memory_of", lambda _: (70 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(devices, "build_of_torch", lambda: "CUDA 12.8")
     monkeypatch.setattr(machine, "check_full_float32", check)
     checks = list(machine.gpus(tmp_path / "no driver"))
     assert [check.verdict for check in checks] == ["ok", "problem"]

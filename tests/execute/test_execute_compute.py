@@ -23,7 +23,7 @@ from raymerge.checkpoints.quantisation.formats import formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.checkpoints.views import View
-from raymerge.device_numerics import DeviceError
+from raymerge.devices import DeviceError
 from raymerge.dtypes import DType
 from raymerge.execute import segment
 from raymerge.execute import segment as segment_module

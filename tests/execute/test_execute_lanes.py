@@ -19,6 +19,7 @@ from kits.merge_cases import LEAST_MEMORY, Family, make_family, recipes
 from kits.method_kit import threads
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
+from raymerge import devices
 from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
@@ -27,7 +28,7 @@ from raymerge.execute import transfers as module
 from raymerge.execute.compute import PartComputation
 from raymerge.execute.output import ComputePermit
 from raymerge.execute.reading import Load, Raw, RawRows, TileJob
-from raymerge.execute.transfers import CudaTransfers, HostTransfers
+from raymerge.execute.transfers import GpuTransfers, HostTransfers
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.expressions import Expression, Op, Output, Part, Read, copy_expression, gathered
 from raymerge.merge_plan.jobs import GatheredInput, Jobs
@@ -397,10 +398,7 @@ class _Stream:
 class _Event:
     log: list[str]
 
-    def __init__(self) -> None:
-        self.name = ""
-
-    def record(self, stream: _Stream) -> None:
+    def __init__(self, stream: _Stream) -> None:
         self.name = f"the event on {stream.name}"
         self.log.append(f"record on {stream.name}")
 
@@ -417,8 +415,8 @@ class _OnGpu(torch.Tensor):
         return self
 
     @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
 
     def record_stream(self, stream: _Stream) -> None:  # type: ignore[override]
         self.notes.append(f"in use on {stream.name}")
@@ -438,8 +436,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for kind, name in ((_Stream, "log"), (_Event, "log"), (_OnGpu, "notes")):
         monkeypatch.setattr(kind, name, notes, raising=False)
     monkeypatch.setattr(_Stream, "names", iter(("up", "compute", "down")))
-    for name, stand_in in (("Stream", _Stream), ("Event", _Event), ("stream", on)):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name, stand_in in (("make_stream", _Stream), ("record_event", _Event), ("on_stream", on)):
+        monkeypatch.setattr(devices, name, stand_in)
     return notes
 
 
@@ -448,7 +446,7 @@ def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_inputs_are_copied_on_their_own_stream_and_waited_for(log: list[str]) -> None:
-    transfers = CudaTransfers(torch.device("cuda"))
+    transfers = GpuTransfers(torch.device("cuda"))
     load = _load(expression("linear", sources=1), copy_expression(DType.F32))
     raws = [[_on_gpu(torch.zeros(8, dtype=torch.uint8))], [_on_gpu(torch.ones(8, dtype=torch.uint8))]]
     moved, arrival = transfers.upload(load, raws)
@@ -464,7 +462,7 @@ def test_inputs_are_copied_on_their_own_stream_and_waited_for(log: list[str]) ->
 
 
 def test_rows_to_assemble_stay_on_the_host_until_they_are_used(log: list[str]) -> None:
-    transfers = CudaTransfers(torch.device("cuda"))
+    transfers = GpuTransfers(torch.device("cuda"))
     rows = RawRows(cast(GatheredInput, None), 0, 0, 0, 0, (), (), ())
     moved, arrival = transfers.upload(_load(expression("linear", sources=1)), [[rows]])
     assert moved[0][0] is rows
@@ -475,7 +473,7 @@ def test_rows_to_assemble_stay_on_the_host_until_they_are_used(log: list[str]) -
 def test_results_leave_when_they_are_computed_and_their_memory_is_kept_so_long(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfers = CudaTransfers(torch.device("cuda"))
+    transfers = GpuTransfers(torch.device("cuda"))
     monkeypatch.setattr(module, "rounded", lambda *_: _on_gpu(torch.arange(4, dtype=torch.uint8)))
     target = torch.zeros(4, dtype=torch.uint8)
     transfers.download(torch.zeros(2), DType.BF16, target)
@@ -494,7 +492,7 @@ def test_what_is_on_its_way_is_not_where_the_next_piece_is_put(
     del log
     sent: list[Any] = []
     monkeypatch.setattr(_OnGpu, "copy_", lambda _, data, **__: sent.append(data), raising=False)
-    transfers = CudaTransfers(torch.device("cuda"))
+    transfers = GpuTransfers(torch.device("cuda"))
     result = _on_gpu(torch.ones(2))
     transfers.download(result, dtype, _on_gpu(torch.zeros(dtype.nbytes(2), dtype=torch.uint8)))
     (data,) = sent

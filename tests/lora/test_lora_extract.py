@@ -355,7 +355,7 @@ def test_matrices_that_a_gpu_fails_at_are_decomposed_on_the_processor(
             return self.as_subclass(torch.Tensor).to(device, *others)
 
     monkeypatch.setattr(matrices, "_as_tensor", lambda *args: read(*args).as_subclass(OnGpu))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: torch.device("cuda"))
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     found = extract_lora(*pair, tmp_path / "found", replace(options(8), device="cuda"))
     first, second = (tmp_path / each / "adapter_model.safetensors" for each in ("expected", "found"))

@@ -222,7 +222,7 @@ def test_a_request_to_stop_is_heeded(
 def test_options_are_those_of_any_run(
     roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: None)
     with pytest.raises(OptionError, match="cuda"):
         _merge(roots, tmp_path / "out", device="cuda")
     with pytest.raises(OptionError, match="are free here"):

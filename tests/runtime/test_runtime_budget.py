@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import psutil
 import pytest
-import torch
 
 from raymerge.errors import OptionError
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, Projection
@@ -22,7 +21,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = psutil.virtual_memory()._replace(available=100 * GIB, total=128 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(sizing, "cores_here", lambda: 64)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("raymerge.devices.list_gpus", list)
 
 
 def test_the_default_is_half_of_what_is_free_shared_out() -> None:

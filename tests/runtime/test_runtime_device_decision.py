@@ -26,8 +26,8 @@ BEGUN = "what is there was begun on it"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: torch.device("cuda"))
+    monkeypatch.setattr("raymerge.devices.list_gpus", lambda: [torch.device("cuda")] * 1)
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
 
 
@@ -58,7 +58,7 @@ def test_a_run_tells_why(small: Family, tmp_path: Path, gpu: None, monkeypatch: 
     recipe = recipes(small)["linear"]
     (chosen,) = merge(recipe, tmp_path / "auto", AUTO).of(Started)
     (named,) = merge(recipe, tmp_path / "named", replace(AUTO, device="cpu")).of(Started)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: None)
     (lone,) = merge(recipe, tmp_path / "lone", AUTO).of(Started)
     assert [each.device for each in (chosen, named, lone)] == ["cpu"] * 3
     assert chosen.device_reason.startswith("storage limits this merge")

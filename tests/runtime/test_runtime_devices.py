@@ -33,25 +33,25 @@ def test_the_device_is_what_is_wanted_and_works(
         if not works:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: GPU if has_gpu else None)
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", check)
     assert choose_device(wanted) == device  # type: ignore[arg-type]
 
 
 def test_a_worker_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: torch.device("cuda"))
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     with full_float32():
         worker = MergeWorker("worker-0", "auto")
     torch.set_num_threads(before)
     assert worker._device == GPU
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: None)
     assert worker._device == GPU
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: None)
     with pytest.raises(OptionError, match=r"--device: cuda was asked for, but no GPU is visible here\."):
         choose_device("cuda")
 
@@ -60,7 +60,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_a_sentence(monkeypatch: pytest.
     def fail(_: object) -> str:
         raise RuntimeError("CUDA error: all devices are busy.\nCUDA kernel errors might be ...")
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    monkeypatch.setattr("raymerge.devices.name_of", fail)
     said = (
         r"^--device: cuda cannot be used here: CUDA error: all devices are busy\. "
         r"Look at nvidia-smi, or give --device cpu\.$"
@@ -70,7 +70,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_a_sentence(monkeypatch: pytest.
 
 
 def test_kernels_go_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Paper 1")
+    monkeypatch.setattr("raymerge.devices.name_of", lambda _: "Paper 1")
     assert kernels_of(GPU)["processor"] == "Paper 1"
     assert kernels_of(CPU)["processor"] == torch.backends.cpu.get_cpu_capability()
 

@@ -90,14 +90,14 @@ def test_no_more_cores_are_promised_than_there_are(
 
 def test_memory_is_shared_out_for_either_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "cores_here", lambda: 16)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("raymerge.devices.list_gpus", lambda: [torch.device("cuda")] * 2)
     assert local_layouts(RunOptions()) == (Layout(2, 1), Layout(4, 4))
     assert local_layouts(RunOptions(device="cuda")) == (Layout(2, 1),)
     assert local_layouts(RunOptions(device="cpu")) == (Layout(4, 4),)
     assert most_lanes(RunOptions()) == 6
     assert most_lanes(RunOptions(device="cuda")) == 3
     assert most_lanes(RunOptions(device="cuda", threads=2)) == 4
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("raymerge.devices.list_gpus", list)
     assert local_layouts(RunOptions()) == (Layout(4, 4),)
 
 
@@ -125,7 +125,7 @@ def test_an_embedded_cluster_has_slots_for_all_gpus(
 ) -> None:
     """Eight GPUs in a container of four cores."""
     monkeypatch.setattr(sizing, "cores_here", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr("raymerge.devices.list_gpus", lambda: [torch.device("cuda")] * 8)
     assert embedded_slots(options) == slots
     assert all(layout.cores <= slots for layout in local_layouts(options))
 

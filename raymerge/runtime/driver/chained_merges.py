@@ -307,7 +307,7 @@ def begun_on(ledgers: Iterable[Path]) -> DeviceChoice | None:
     begun = next(filter(None, map(_device_of, ledgers)), None)
     if begun is None:
         return None
-    return DeviceChoice("cuda" if begun == "cuda" else "cpu", "what is there was begun on it")
+    return DeviceChoice("cpu" if begun == "cpu" else "cuda", "what is there was begun on it")
 
 
 def _device_of(ledger: Path) -> str | None:

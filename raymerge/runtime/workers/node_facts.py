@@ -52,7 +52,10 @@ def _gpu_names() -> list[str]:
     try:
         import torch
 
-        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return [
+            torch.get_device_module().get_device_name(index)
+            for index in range(torch.accelerator.device_count())
+        ]
     except Exception:  # whatever keeps torch from being asked, there is nothing to compute on
         return []
 

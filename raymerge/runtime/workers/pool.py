@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from raymerge import device_numerics
+from raymerge import device_numerics, devices
 from raymerge.errors import IncompleteError, first_line, is_memory_error
 from raymerge.events import MemoryShort, OnEvent, PartInHand, WorkerProgress
 from raymerge.execute.receipts import Receipt
@@ -257,7 +257,7 @@ class InlinePool:
 
     @property
     def threads(self) -> int:
-        return layout_of(self._options, (cores_here(),), int(self._device.type == "cuda")).threads
+        return layout_of(self._options, (cores_here(),), int(self._device.type != "cpu")).threads
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -273,12 +273,12 @@ class InlinePool:
             self._device = device_numerics.choose_device(self._options.device)
 
     def settle(self, choose: Callable[[], device_numerics.DeviceChoice]) -> None:
-        if self._options.device == "auto" and torch.cuda.is_available():
+        if self._options.device == "auto" and devices.find_gpu() is not None:
             choice = choose()
-            self._device = device_numerics.choose_device("auto" if choice.device == "cuda" else "cpu")
-            self.device_reason = (
-                choice if self._device.type == choice.device else device_numerics.NO_GPU_WORKS
-            ).reason
+            if choice.device == "cuda":
+                self._device = device_numerics.choose_device("auto")
+                choice = device_numerics.NO_GPU_WORKS if self._device.type == "cpu" else choice
+            self.device_reason = choice.reason
 
     def survey(self, work: Work) -> None: ...
 

@@ -226,7 +226,7 @@ class RayPool:
             # There may be fewer GPUs than workers are wanted; others may have them, or they are broken.
             choice = DeviceChoice("cpu", error.problems[0].what.rstrip("."))
         else:
-            choice = choice if self.device == "cuda" else NO_GPU_WORKS
+            choice = NO_GPU_WORKS if self.device == "cpu" else choice
         if choice.device == "cpu":
             self.group.dismiss()
         return choice

@@ -124,9 +124,9 @@ def cores_here(root: Path = Path("/")) -> int:
 def _local_gpus(options: RunOptions) -> tuple[int, ...]:
     """GPUs for a run here; two numbers where the device is still to be chosen."""
     # Here and not above: whoever only wants to know of cores need not wait for torch.
-    import torch
+    from raymerge import devices
 
-    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    gpus = len(devices.list_gpus()) if options.device != "cpu" else 0
     return (gpus, 0) if gpus and options.device == "auto" else (gpus,)
 
 
