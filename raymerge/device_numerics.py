@@ -10,14 +10,11 @@ from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
-import torch
-
 from raymerge import devices
+from raymerge.deferred import torch
 from raymerge.errors import OptionError, Problem, first_line
 
 T = TypeVar("T")
-
-_PROCESSOR = torch.device("cpu")
 
 _OPERATIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 """Backends with a precision setting of their own from torch 2.9 on."""
@@ -78,7 +75,7 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
                 "--device", "cuda was asked for, but no GPU is visible here.", "Use --device auto or cpu."
             )
         )
-    return gpu if gpu is not None and (device == "cuda" or _works(gpu)) else _PROCESSOR
+    return gpu if gpu is not None and (device == "cuda" or _works(gpu)) else torch.device("cpu")
 
 
 def _works(gpu: torch.device) -> bool:
@@ -198,7 +195,7 @@ class Fallback:
         A failed GPU is not used again, unless it only lacked memory. ``make`` takes a device and the note for
         a receipt, "" without failure."""
         if self._device.type == "cpu" or self._failure:
-            return make(_PROCESSOR, self._failure)
+            return make(torch.device("cpu"), self._failure)
         try:
             self._check()
             return make(self._device, "")
@@ -209,7 +206,7 @@ class Fallback:
         # Outside of the handler: the error keeps alive all that was on the GPU.
         if failure.is_lasting:
             self._failure = failure.note
-        return make(_PROCESSOR, failure.note)
+        return make(torch.device("cpu"), failure.note)
 
     def _check(self) -> None:
         if not self._is_checked:

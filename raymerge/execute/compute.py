@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
-import torch
 
 from raymerge import methods
+from raymerge.deferred import torch
 from raymerge.device_numerics import divisor, one_thread
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import decode, is_aligned, numbers, take_elements, typed

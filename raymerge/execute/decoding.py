@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-import torch
-
 from raymerge.checkpoints.quantisation.block_codec import Encoded, load_scales
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.views import View, whole_view
+from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.execute.reading import Raw, RawCodes, RawInput
 from raymerge.merge_plan.elements import strided, torch_dtype

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.block_codec import (
@@ -19,6 +18,7 @@ from raymerge.checkpoints.quantisation.block_codec import (
 from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
+from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.execute.compute import PartComputation
 from raymerge.execute.decoding import tensor_scale

@@ -14,8 +14,7 @@ from functools import partial
 from math import prod
 from typing import Protocol
 
-import torch
-
+from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
 from raymerge.execute.compute import PartComputation, Scratch

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from raymerge.checkpoints.quantisation.block_codec import load_scales
+from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.decoding import numbers, tensor_scale

@@ -10,26 +10,25 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
 from raymerge.checkpoints.quantisation.block_codec import ErrorSums
+from raymerge.deferred import torch
 from raymerge.events import Activity
 from raymerge.execute.non_finite import first_non_finite
+from raymerge.execute.receipts import UNFINISHED
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read
 from raymerge.merge_plan.jobs import OpJob
 from raymerge.storage.local.buffers import ALIGNMENT, lies_like
 from raymerge.storage.store import ReadStore, Sink
 
-UNFINISHED = ".part"
-"""Ending of a shard's name until all of its segments are in."""
 _LEAST_STORED = 1 << 20
 """Bytes that are worth a write of their own; fewer are written together with their neighbours."""
 _ASIDE_SHARE = 8
 """The part of the memory that scales have: codes are at least eight times as many bytes."""
 
-Fill: TypeAlias = Callable[[int, torch.Tensor], Arrival | None]
+Fill: TypeAlias = "Callable[[int, torch.Tensor], Arrival | None]"
 """Writes some bytes of an op, from an offset on, into uint8 ``[n]``, and says when they are there."""
 
 

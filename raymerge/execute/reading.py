@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
 
-import torch
-
+from raymerge.deferred import torch
 from raymerge.merge_plan import memory
 from raymerge.merge_plan.expressions import GatherInput, Read, Scales
 from raymerge.merge_plan.jobs import GatheredInput, OpJob, Taken
@@ -216,12 +215,6 @@ def _padded(op: OpJob) -> list[GatheredInput]:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _ELEMENT = 64
 """Bytes that begin at a multiple of this are aligned for elements of any dtype."""
-_MOST_TOGETHER = 4
-"""Requests of one load to servers that are under way at once."""
-FAR_LANE_BYTES = 3 * _MOST_TOGETHER << 20
-"""Bytes that a lane takes, beside its budget, to read from servers: measured, 2.3 MiB for each request."""
-FAR_BYTES = 24 << 20
-"""Bytes that a worker takes for the clients of servers, whatever it reads: measured, 18 MiB."""
 _ITSELF, _SCALES, _TENSOR_SCALE = range(3)
 
 
@@ -330,7 +323,7 @@ class LoadReader:
         if len(requests) < 2 or not any(self._sources[each.members[0].source].is_far for each in requests):
             return [fetch(request) for request in requests]
         # Every piece has ended when the pool has, so that nothing is written to the buffer any more.
-        with ThreadPoolExecutor(min(_MOST_TOGETHER, len(requests))) as pool:
+        with ThreadPoolExecutor(min(memory.MOST_TOGETHER, len(requests))) as pool:
             return list(pool.map(fetch, requests))
 
     def store(self, read: Read) -> ReadStore:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+UNFINISHED = ".part"
+"""Ending of a shard's name until all of its segments are in."""
+
 
 @dataclass(frozen=True, slots=True)
 class Receipt:

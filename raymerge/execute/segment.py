@@ -21,11 +21,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import psutil
-import torch
 
 from raymerge import devices, methods
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.deferred import torch
 from raymerge.device_numerics import Fallback, return_free_memory
 from raymerge.devices import DeviceError, failure_of
 from raymerge.dtypes import DType
@@ -35,9 +35,9 @@ from raymerge.execute.compute import Scratch
 from raymerge.execute.encoding import is_summed_at_once, warm_up_sums
 from raymerge.execute.lane import Equipment, Lane, LaneState, LoadBuffer
 from raymerge.execute.non_finite import find_cause, first_non_finite
-from raymerge.execute.output import UNFINISHED, ComputePermit, NotFinite, Output
+from raymerge.execute.output import ComputePermit, NotFinite, Output
 from raymerge.execute.reading import LoadReader, read_plans
-from raymerge.execute.receipts import Receipt
+from raymerge.execute.receipts import UNFINISHED, Receipt
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.jobs import Jobs, Making, OpJob

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
-import torch
-
 from raymerge import devices
+from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import encode, rounded
 from raymerge.execute.reading import Load, Raw, RawCodes, RawInput

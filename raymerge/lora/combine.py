@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from raymerge.architectures.roles import describe
 from raymerge.architectures.rules import load_rules
 from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, factor_names
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.checkpoints.json_files import attempt
+from raymerge.deferred import torch
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType

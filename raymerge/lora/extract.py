@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from raymerge import devices
 from raymerge.architectures.roles import NameReader, TensorInfo, fused_layout, stacks, tied_pair
 from raymerge.architectures.rules import Role, Rules, class_names, rules_of
@@ -20,6 +18,7 @@ from raymerge.checkpoints.adapters import PREFIX, FactorKind
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.json_files import attempt
 from raymerge.checkpoints.source import Checkpoint, same_bytes
+from raymerge.deferred import torch
 from raymerge.device_numerics import Fallback, full_float32
 from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError, Problem, shortlist
 from raymerge.lora.matrices import (

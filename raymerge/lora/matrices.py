@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
+from raymerge.deferred import torch
 from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, NonFiniteError, Problem
 from raymerge.planner.inputs.sources import open_adapter_reference, refuse_unread, unread_problem

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-import torch
-
 from raymerge.checkpoints.adapters import (
     ADAPTER_WEIGHTS_FILE,
     Adapter,
@@ -24,6 +22,7 @@ from raymerge.checkpoints.adapters import (
 )
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE
 from raymerge.checkpoints.header import StoredTensor, TensorSpec, lay_out
+from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem, TargetError
 from raymerge.lora.matrices import Factors, read_pieces

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from raymerge.checkpoints.views import View
+from raymerge.deferred import torch
 from raymerge.dtypes import DType
 
 

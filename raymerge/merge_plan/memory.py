@@ -36,6 +36,12 @@ HOLE_MOST = 64 << 10
 """Bytes between two wanted rows of a file that are read along, rather than by a request of their own."""
 REQUEST_MOST = 1 << 20
 """Bytes of the largest request that reads such holes."""
+MOST_TOGETHER = 4
+"""Requests of one load to servers that are under way at once."""
+FAR_LANE_BYTES = 3 * MOST_TOGETHER << 20
+"""Bytes that a lane takes, beside its budget, to read from servers: measured, 2.3 MiB for each request."""
+FAR_BYTES = 24 << 20
+"""Bytes that a worker takes for the clients of servers, whatever it reads: measured, 18 MiB."""
 _RUN_NBYTES = 64
 """Bytes of a run in the arrays that runs are looked up in."""
 _MOVE_NBYTES = 384

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import reference
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Kernel, Settings, Tile

@@ -8,9 +8,9 @@ from collections.abc import Sequence, Sized
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from raymerge.deferred import torch
 from raymerge.methods import loops
 from raymerge.methods.kernel import AnchoredSum, Settings, Stored, Tile
 from raymerge.methods.reduce import elements, flat, row_places

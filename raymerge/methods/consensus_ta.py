@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods.combine import on_base, sum_of_products
 from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import LAMBDA, Access, BaseUse, Method, Parameter, Takes, delta_weight

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import loops, reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods.combine import Coefficients, combine
 from raymerge.methods.gram import Combination, CombinationKernel, Gram
 from raymerge.methods.kernel import Settings, Tile

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import loops
 from raymerge.methods.combine import Coefficients, combine, combine_stored, stored_sum_on_base, sum_on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from raymerge.deferred import torch
 
 BLOCK = 65_536
 """Elements; every tile of a TENSOR method starts at a multiple of it within its logical tensor."""

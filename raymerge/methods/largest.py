@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.reference import Block, Expected, LogicalTensor, elementwise

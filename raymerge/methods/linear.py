@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-
+from raymerge.deferred import torch
 from raymerge.methods import combine
 from raymerge.methods.kernel import AnchoredSum, Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, Method, Parameter

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from raymerge.deferred import torch
 from raymerge.methods.combine import stored_sum_on_base, sum_on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes, delta_weight

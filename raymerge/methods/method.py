@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-import torch
-
+from raymerge.deferred import torch
 from raymerge.methods.kernel import BLOCK, ROW_GROUP, Kernel, Settings, Stored, StoredKernel, Tile, Value
 from raymerge.methods.reference import Reference
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, sum_on_base
 from raymerge.methods.gram import DeltaCombinationKernel, Gram, pair_index

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, points_of_arcs
 from raymerge.methods.gram import CombinationKernel, Gram

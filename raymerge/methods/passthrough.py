@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from raymerge.deferred import torch
 from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.reference import DOUBT, Block, Expected, LogicalTensor, elementwise

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import reference
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Kernel, Settings, Tile

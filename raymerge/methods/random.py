@@ -13,8 +13,8 @@ import hashlib
 import math
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import loops
 from raymerge.methods.reduce import PIECE, chunk_length, chunks
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import loops
 from raymerge.methods.kernel import BLOCK, ROW_GROUP
 

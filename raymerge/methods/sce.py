@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import loops, reference, trim
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from raymerge.deferred import torch
 from raymerge.methods import loops
 from raymerge.methods.kernel import Stored
 from raymerge.methods.method import SAMPLE_RUNS

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import loops, reference
 from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, on_arc, points_of_arcs
 from raymerge.methods.gram import DeltaCombinationKernel, Gram

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import reference
 from raymerge.methods.combine import on_base, sum_of_products, sum_on_base
 from raymerge.methods.kernel import Kernel, Settings, Tile

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import loops
 from raymerge.methods.combine import on_base, stored_sum_on_base, sum_on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
@@ -19,7 +19,7 @@ from raymerge.methods.reference import Block, Expected, LogicalTensor, combinati
 
 _ZERO_WEIGHT = 1e-8
 
-Term: TypeAlias = Callable[[int, torch.Tensor], None]
+Term: TypeAlias = "Callable[[int, torch.Tensor], None]"
 """Writes the weighted, sparsified delta of one source (by index) into float32 ``[n]``."""
 
 

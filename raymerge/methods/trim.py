@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.methods import loops, reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.random import keep_some, key_words, limit_of, random_key

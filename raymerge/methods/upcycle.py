@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from raymerge.deferred import torch
 from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.random import hashed, normal, random_key

@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-import torch
 
+from raymerge.deferred import torch
 from raymerge.errors import IncompleteError, OptionError, Problem, TransientError, VerificationError
 from raymerge.events import OnEvent, PartInHand, ShardDone
-from raymerge.execute.output import UNFINISHED
-from raymerge.execute.receipts import Receipt
-from raymerge.execute.segment import SegmentRunner
+from raymerge.execute.receipts import UNFINISHED, Receipt
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.jobs import Making
 from raymerge.merge_plan.plan import ints
@@ -28,6 +26,9 @@ from raymerge.storage.local.store import LocalStore, check_disk_space
 from raymerge.storage.objects.writer import ObjectInfo, ObjectStream, ObjectWriter
 from raymerge.storage.retry import KEPT, RetryPolicy
 from raymerge.storage.temporary import OwnDirectory
+
+if TYPE_CHECKING:
+    from raymerge.execute.segment import SegmentRunner
 
 MOST_EARLY_BYTES = 32 << 20
 

@@ -8,16 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 import xxhash
 
+from raymerge.deferred import torch
 from raymerge.device_numerics import return_free_memory
 from raymerge.events import OnEvent, PartInHand, ShardDone
-from raymerge.execute.output import UNFINISHED
-from raymerge.execute.receipts import Receipt
-from raymerge.execute.segment import SegmentRunner
+from raymerge.execute.receipts import UNFINISHED, Receipt
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.jobs import Jobs
 from raymerge.merge_plan.memory import SMALLEST_LANE, Projection
@@ -28,6 +26,9 @@ from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo, Range, ReadStore, WriteStore
+
+if TYPE_CHECKING:
+    from raymerge.execute.segment import SegmentRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,9 @@ class SegmentWork:
         return max(least, had // 2) if had > least else None
 
     def open(self, device: torch.device, name: str) -> SegmentsRunner:
+        # The driver, which makes no segment, need not load what does.
+        from raymerge.execute.segment import SegmentRunner
+
         retry_policy = RetryPolicy()
         sources = [
             open_store(root, retry_policy=retry_policy, expected=self._expected(number))

@@ -26,7 +26,7 @@ from raymerge.checkpoints.adapters import ADAPTER_WEIGHTS_FILE
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, INDEX_FILE, MODEL_CARD, SAFETENSORS
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError
-from raymerge.execute.output import UNFINISHED
+from raymerge.execute.receipts import UNFINISHED
 from raymerge.merge_plan.tables import Plan, load_plan, save_plan
 from raymerge.options import RunOptions
 from raymerge.publish import lease as leases

@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from scipy.optimize import linear_sum_assignment
-from torch.nn import functional
 
 from raymerge.architectures.rules import Projection, text_section
+from raymerge.deferred import torch
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.methods import normal
 from raymerge.methods.random import random_key
@@ -63,6 +61,9 @@ def order_of(costs: Costs, *, step: float = 1.0) -> Order:
     if len(np.unique(nearest)) == size:
         # Every place has its cheapest member: no assignment costs less.
         return nearest
+    # Half a second to load, for those who align.
+    from scipy.optimize import linear_sum_assignment
+
     order: Order = linear_sum_assignment(costs)[1]
     return order
 
@@ -127,7 +128,7 @@ def squared_distances(matrices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> 
     return rounded
 
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
+Activation: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 NUM_PROBES = 16
 """Inputs on which experts are compared. Each gives as many numbers as the model is wide."""
@@ -157,10 +158,10 @@ def activation_of(config: Mapping[str, Any]) -> Activation:
     named.append(inner.get("name") if isinstance(inner, Mapping) else None)
     name = next((str(each) for each in named if each), "silu")
     if name.startswith(("gelu", "quick_gelu")):
-        return functional.gelu
+        return torch.nn.functional.gelu
     if name in ("relu2", "relu_squared"):
-        return lambda values: functional.relu(values).square()
-    return functional.relu if name.startswith("relu") else functional.silu
+        return lambda values: torch.nn.functional.relu(values).square()
+    return torch.nn.functional.relu if name.startswith("relu") else torch.nn.functional.silu
 
 
 def outputs(
@@ -364,7 +365,11 @@ class _Model:
     def router_rows(self, block: AlignedBlock) -> torch.Tensor | None:
         """Of length 1 each."""
         scores = _rows_of(block)
-        return None if scores is None else functional.normalize(self.load([scores])[scores.logical], dim=1)
+        return (
+            None
+            if scores is None
+            else torch.nn.functional.normalize(self.load([scores])[scores.logical], dim=1)
+        )
 
 
 class _Matched:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from raymerge.deferred import torch
 from raymerge.errors import NonFiniteError, Problem
 from raymerge.planner.inputs.sources import RESULT_FILE, RowMatrix, Source, Stage, TransplantSpec
 from raymerge.planner.inputs.weights import Weights

@@ -19,13 +19,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from raymerge.architectures.roles import NameReader, stacks
 from raymerge.architectures.rules import Role, class_names, rules_of
 from raymerge.checkpoints.files import INDEX_FILE, PICKLES
 from raymerge.checkpoints.header import StoredTensor, read_header
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, WeightFile, open_checkpoint
+from raymerge.deferred import torch
 from raymerge.errors import OptionError, Problem, UserError, VerificationError, shortlist
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.storage.addresses import is_remote, parse_place, shown
@@ -37,7 +36,6 @@ from raymerge.units import format_size
 
 MXFP4 = "mxfp4"
 """gpt-oss's ``quant_method``; its codes are used directly on GPUs and decoded elsewhere."""
-_META = torch.device("meta")
 _DECODED_NBYTES = 2
 """Quantisers that decode on a CPU do so to bfloat16."""
 _REASON_LENGTH = 300
@@ -77,7 +75,7 @@ def _meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool) -> tuple[Any
                 directory, local_files_only=True, trust_remote_code=bool(own_code)
             )
         quantizer = _quantizer(config)
-        with _META:
+        with torch.device("meta"):
             model = _built(checkpoint, config, own_code=bool(own_code))
         if quantizer is not None:
             _prepare(quantizer, model)
@@ -111,7 +109,7 @@ def _fit_tensors(model: Any, quantizer: Any, tensors: Mapping[str, StoredTensor]
         info, _ = convert_and_load_state_dict_in_model(
             model,
             {
-                name: torch.empty(each.shape, dtype=torch_dtype(each.dtype), device=_META)
+                name: torch.empty(each.shape, dtype=torch_dtype(each.dtype), device="meta")
                 for name, each in tensors.items()
             },
             LoadStateDictConfig(

@@ -20,7 +20,7 @@ from kits.driver_process import Kin, kin_of
 from kits.merge_cases import Family, digests, make_family, recipes
 
 from raymerge.api import submit
-from raymerge.execute.output import UNFINISHED
+from raymerge.execute.receipts import UNFINISHED
 from raymerge.merge_plan.tables import load_plan
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.worker import MergeWorker

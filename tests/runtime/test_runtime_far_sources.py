@@ -26,8 +26,8 @@ from raymerge.checkpoints.source import open_checkpoint
 from raymerge.checkpoints.tokenizer import read_tokenizer
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import Event, Planned
-from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
 from raymerge.merge_plan.files_read import SourceFile
+from raymerge.merge_plan.memory import FAR_BYTES, FAR_LANE_BYTES
 from raymerge.options import RunOptions
 from raymerge.recipes.load import recipe_from_mapping
 from raymerge.runtime.driver.audit_run import AuditOptions

@@ -7,9 +7,12 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from kits.checkpoint_maker import tiny_llama
 
 from raymerge.runtime.workers import importing
 from raymerge.runtime.workers.importing import heavy_imports
@@ -38,6 +41,27 @@ def test_a_worker_imports_what_it_needs_when_it_is_made() -> None:
     assert is_enabled
     assert frozen > 100_000
     assert device == "cpu"
+
+
+_WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import raymerge.runtime.workers.ray_pool
+from raymerge.cli.main import main
+main()
+"""
+
+
+def test_plans_and_drivers_do_without_torch(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        tiny_llama(tmp_path / name, seed=seed)
+    models = [{"model": name, "parameters": {"weight": 0.5}} for name in "ab"]
+    recipe = {"merge_method": "ties", "base_model": "a", "models": models, "dtype": "bfloat16"}
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-c", _WITHOUT_TORCH, "plan", "recipe.yml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ties" in done.stdout
 
 
 @pytest.fixture

@@ -34,8 +34,7 @@ from raymerge.deploy.targets.target import RunState
 from raymerge.device_numerics import Fallback
 from raymerge.errors import IncompleteError, OptionError, TargetError, TransientError
 from raymerge.events import Event, PartInHand, SegmentDone, ShardDone
-from raymerge.execute.output import UNFINISHED
-from raymerge.execute.receipts import Receipt
+from raymerge.execute.receipts import UNFINISHED, Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions

@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-import torch
-
+from raymerge.deferred import torch
 from raymerge.errors import CheckpointError, Problem
 from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Product, Read

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from raymerge.architectures.expert_fields import ExpertFields, expert_fields, expert_meaning
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.json_files import parse_strict_json
 from raymerge.checkpoints.source import open_tensor_file
+from raymerge.deferred import torch
 from raymerge.documents.fields import FieldPath
 from raymerge.errors import CheckpointError, Findings, PlanError, Problem, UserError, shortlist
 from raymerge.merge_plan.elements import torch_dtype

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError
-
 from raymerge.architectures.rules import sections
 from raymerge.checkpoints.json_files import json_bytes, load_json
 from raymerge.checkpoints.tokenizer import (
@@ -289,6 +287,8 @@ def most_frequent(tokenizers: Sequence[TokenizerFiles | None]) -> str | None:
 
 
 def _fault(template: str) -> str | None:
+    from jinja2 import Environment, TemplateSyntaxError
+
     # transformers marks what the assistant says by a tag of its own, which changes no syntax.
     plain = _GENERATION.sub("", template)
     try:

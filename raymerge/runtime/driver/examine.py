@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
-import torch
-
 from raymerge.checkpoints.header import read_header
+from raymerge.deferred import torch
 from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.events import OnEvent, PartInHand, SegmentDone, Started

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import torch
-
 from raymerge.checkpoints.source import Holding
+from raymerge.deferred import torch
 from raymerge.device_numerics import Fallback, one_thread
 from raymerge.errors import IncompleteError, NonFiniteError
 from raymerge.events import DeviceFailed, OnEvent, PartInHand, StageStarted, UnitDone, UnitProgress

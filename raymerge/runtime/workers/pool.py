@@ -14,14 +14,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
-import torch
-
 from raymerge import device_numerics, devices
+from raymerge.deferred import torch
 from raymerge.errors import IncompleteError, first_line, is_memory_error
 from raymerge.events import MemoryShort, OnEvent, PartInHand, WorkerProgress
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import Device, RunOptions
+from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.runtime.workers.sizing import cores_here, layout_of
 from raymerge.units import format_size
 
@@ -268,6 +268,10 @@ class InlinePool:
         return {**self.numerics, **device_numerics.kernels_of(self._device)}
 
     def start(self) -> None:
+        with heavy_imports():
+            import torch  # noqa: F401
+
+            import raymerge.execute.segment  # noqa: F401
         self._settings.enter_context(device_numerics.full_float32())
         if self._options.device != "auto":
             self._device = device_numerics.choose_device(self._options.device)

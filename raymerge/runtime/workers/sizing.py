@@ -14,8 +14,15 @@ from pathlib import Path
 import psutil
 
 from raymerge.errors import OptionError, Problem
-from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
-from raymerge.merge_plan.memory import SMALLEST_BUDGET, Projection, lanes_of, project, too_little_memory
+from raymerge.merge_plan.memory import (
+    FAR_BYTES,
+    FAR_LANE_BYTES,
+    SMALLEST_BUDGET,
+    Projection,
+    lanes_of,
+    project,
+    too_little_memory,
+)
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.units import format_size

@@ -63,6 +63,7 @@ class MergeWorker:
         with heavy_imports():
             import torch
 
+            import raymerge.execute.segment
             import raymerge.kernels.jit
             import raymerge.publish.object_shards  # noqa: F401
             from raymerge.device_numerics import set_full_float32

@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-
+from raymerge.deferred import torch
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.planner.inputs.sources import GateSpec
 from raymerge.stages.router.prompts import Schedule, Use

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from raymerge.architectures.rules import config_int
 from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.deferred import torch
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source
 from raymerge.storage.temporary import fetched

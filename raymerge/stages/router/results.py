@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from raymerge.checkpoints.header import FileLayout
+from raymerge.deferred import torch
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Stage
 from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor

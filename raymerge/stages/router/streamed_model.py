@@ -20,12 +20,10 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-from torch import nn
-
 from raymerge.architectures.roles import describe, fused_layout, logical_name, logical_names
 from raymerge.architectures.rules import Role, class_names
 from raymerge.checkpoints.views import View, fused_views
+from raymerge.deferred import torch
 from raymerge.device_numerics import return_free_memory
 from raymerge.errors import PlanError, Problem, shortlist
 from raymerge.merge_plan.elements import strided
@@ -35,7 +33,7 @@ from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.prompts import TokenRun
 from raymerge.storage.local.store import LocalStore
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class Call:
     is_named: bool
     """Whether ``hidden`` is passed by name too."""
 
-    def make(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def make(self, layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         given = {"hidden_states": hidden} if self.is_named else {}
         output = layer(*(() if self.is_named else (hidden,)), *self.args, **given, **self.kwargs)
         states: torch.Tensor = output[0] if isinstance(output, tuple) else output
@@ -59,10 +57,12 @@ class Call:
     @property
     def is_plain(self) -> bool:
         """Whether no argument could carry state from layer to layer."""
-        return all(isinstance(leaf, (*_PLAIN, torch.Tensor)) for leaf in self.leaves())
+        return all(isinstance(leaf, (*_PLAIN, torch.dtype, torch.Tensor)) for leaf in self.leaves())
 
 
-def recorded(run: Callable[[], object], layers: Sequence[nn.Module], *, as_tuple: bool) -> tuple[Call, ...]:
+def recorded(
+    run: Callable[[], object], layers: Sequence[torch.nn.Module], *, as_tuple: bool
+) -> tuple[Call, ...]:
     """The calls that ``run`` makes of layers, which only pass on their hidden states. ``as_tuple``: layers
     return a tuple of the states, as older families expect."""
     calls: list[Call] = []
@@ -122,7 +122,7 @@ _NOT_OURS = ("auto_map", "quantization_config")
 # Names code that is not run; and a quantisation, of which no tensor may be left.
 
 
-def bare_model(base: Source) -> nn.Module:
+def bare_model(base: Source) -> torch.nn.Module:
     """The causal language model of the base's config, on the meta device, for float32.
 
     Attention is the eager one, which every family has and which adds up in one order.
@@ -150,7 +150,7 @@ def bare_model(base: Source) -> nn.Module:
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         with torch.device("meta"):
-            model: nn.Module = architecture._from_config(
+            model: torch.nn.Module = architecture._from_config(
                 config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
             )
     except Exception as error:  # as above
@@ -288,7 +288,7 @@ _STATE_SPACE = frozenset({"A_log", "D"})
 # What a state space has, and linear attention has not both of.
 
 
-def _feed_forward(base: Source, layer: int, module: nn.Module) -> tuple[str, ...]:
+def _feed_forward(base: Source, layer: int, module: torch.nn.Module) -> tuple[str, ...]:
     """Paths of the modules of a layer's feed-forward network; none if it has no such network."""
     names = [
         name
@@ -313,7 +313,7 @@ def _decoder(base: Source, model: Any) -> tuple[Any, str]:
         lists = [
             name
             for name, module in each.named_children()
-            if isinstance(module, nn.ModuleList) and len(module) == count
+            if isinstance(module, torch.nn.ModuleList) and len(module) == count
         ]
         if hasattr(each, "get_input_embeddings") and (word in lists or len(lists) == 1):
             return each, word if word in lists else lists[0]
@@ -321,7 +321,9 @@ def _decoder(base: Source, model: Any) -> tuple[Any, str]:
     raise PlanError(Problem(base.name, what, NO_PROMPTS_REMEDY))
 
 
-def compute_buffers(decoder: Any, part: nn.Module, *, but: str | None, device: torch.device) -> list[str]:
+def compute_buffers(
+    decoder: Any, part: torch.nn.Module, *, but: str | None, device: torch.device
+) -> list[str]:
     """Compute the unsaved buffers of a part of a model whose parameters are all on the meta device.
 
     They are made on the CPU for every device, by transformers' own code for loaded checkpoints.
@@ -345,7 +347,9 @@ def compute_buffers(decoder: Any, part: nn.Module, *, but: str | None, device: t
     return left
 
 
-def _computed(decoder: Any, module: nn.Module, names: list[str], fill: int) -> Mapping[str, torch.Tensor]:
+def _computed(
+    decoder: Any, module: torch.nn.Module, names: list[str], fill: int
+) -> Mapping[str, torch.Tensor]:
     for name in names:
         module._buffers[name] = torch.full_like(module.get_buffer(name), fill, device="cpu")
     with torch.no_grad():
@@ -353,7 +357,6 @@ def _computed(decoder: Any, module: nn.Module, names: list[str], fill: int) -> M
     return {name: module.get_buffer(name) for name in names}
 
 
-_CPU = torch.device("cpu")
 _TRIAL = 7
 # Tokens of the trial; a size that nothing else in a model has, so that it is seen what grows with them.
 _ATTENTION_COPIES = 4
@@ -376,7 +379,7 @@ class StreamedModel:
         self._decoder, self._word = _decoder(base, model)
         self._layers = tuple(self._decoder.get_submodule(self._word))
         self._embedding = self._decoder.get_input_embeddings()
-        if not isinstance(self._embedding, nn.Embedding):
+        if not isinstance(self._embedding, torch.nn.Embedding):
             what = f"what takes the tokens in {type(self._decoder).__name__} is no plain embedding."
             raise PlanError(Problem(base.name, what, NO_PROMPTS_REMEDY))
         # It means nothing without training, and of the few rows that are in memory it may be none.
@@ -498,7 +501,7 @@ class StreamedModel:
         and input of its feed-forward network: both ``[T, hidden]``."""
         module, seen = self._layers[layer], list[torch.Tensor]()
 
-        def listen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def listen(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # Of a network in several pieces the first that runs is given what the network is given.
             if not seen:
                 seen.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
@@ -518,9 +521,9 @@ class StreamedModel:
         decoder = self._decoder
         numbers = torch.Generator().manual_seed(0)
         state = {each.name: _random(each.shape, numbers) for each in self._outside}
-        left = self._fill_outside(state, _CPU)
+        left = self._fill_outside(state, torch.device("cpu"))
         for number, layer in enumerate(self._layers):
-            missing = compute_buffers(decoder, layer, but=None, device=_CPU)
+            missing = compute_buffers(decoder, layer, but=None, device=torch.device("cpu"))
             left += [f"layer {number}: {name}" for name in missing]
             layer.to("meta")
         if left:
@@ -569,7 +572,7 @@ class StreamedModel:
 
     def _run(self, tokens: torch.Tensor, used: torch.Tensor, rows: torch.Tensor) -> tuple[Call, ...]:
         embedding = self._embedding
-        embedding.weight = nn.Parameter(rows, requires_grad=False)
+        embedding.weight = torch.nn.Parameter(rows, requires_grad=False)
         hook = embedding.register_forward_pre_hook(
             lambda _, inputs: (torch.searchsorted(used, inputs[0]), *inputs[1:])
         )
@@ -582,7 +585,7 @@ class StreamedModel:
                 )
         finally:
             hook.remove()
-            embedding.weight = nn.Parameter(rows.to("meta"), requires_grad=False)
+            embedding.weight = torch.nn.Parameter(rows.to("meta"), requires_grad=False)
 
     def _fill_outside(self, state: dict[str, torch.Tensor], device: torch.device) -> list[str]:
         """Fill what is outside the layers; returns the buffers that nothing computes."""
@@ -612,7 +615,7 @@ def _random(shape: tuple[int, ...], numbers: torch.Generator) -> torch.Tensor:
 _FILE = "hidden_states.bin"
 
 
-Visit: TypeAlias = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+Visit: TypeAlias = "Callable[[int, int, torch.Tensor, torch.Tensor], None]"
 """Is called with each layer's number, the run's, the layer's input and that of its feed-forward network (and
 so of a router there), both float32 ``[T, hidden]`` on the device; runs in order, for layer after layer."""
 

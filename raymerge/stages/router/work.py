@@ -17,11 +17,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-
 from raymerge.architectures.roles import logical_name
 from raymerge.checkpoints.header import TensorSpec, lay_out
 from raymerge.checkpoints.json_files import attempt
+from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import normal, random_key, uniform
@@ -53,7 +52,7 @@ from raymerge.stages.router.streamed_model import LayerStream, kept_nbytes
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
 
-OnLayer: TypeAlias = Callable[[int, Mapping[str, torch.Tensor], torch.Tensor], None]
+OnLayer: TypeAlias = "Callable[[int, Mapping[str, torch.Tensor], torch.Tensor], None]"
 """Takes a layer's number, its sums, and the kept router inputs in the order of ``owners``."""
 
 
@@ -343,20 +342,17 @@ def _counts(runs: Sequence[TokenRun]) -> dict[tuple[int, int], Counter[int]]:
     return counts
 
 
-_CPU = torch.device("cpu")
-
-
 def random_rows(mode: str, seed: int, name: str, shape: tuple[int, int]) -> torch.Tensor:
     """Normal numbers, or with ``uniform_random`` uniform ones between -1 and 1 over the root of H.
 
     Each element is a function of seed, name and index: no two rows are alike, whatever their experts are.
 
     ``name``: of the tensor in the stage's result. Returns float32 of ``shape``."""
-    key, count = random_key(seed, name, 0), math.prod(shape)
+    key, count, device = random_key(seed, name, 0), math.prod(shape), torch.device("cpu")
     if mode == "random":
-        return normal(key, 0, count, _CPU).view(shape)
+        return normal(key, 0, count, device).view(shape)
     # Exact up to the one rounding of the quotient: the numbers are multiples of 2**-24.
-    return uniform(key, 0, count, _CPU).mul_(2.0).sub_(1.0).div_(math.sqrt(shape[1])).view(shape)
+    return uniform(key, 0, count, device).mul_(2.0).sub_(1.0).div_(math.sqrt(shape[1])).view(shape)
 
 
 class DirectWork(GateWork):
