@@ -71,12 +71,7 @@ class SegmentWork:
         from raymerge.execute.segment import SegmentRunner
 
         retry_policy = RetryPolicy()
-        sources = [
-            open_store(root, retry_policy=retry_policy, expected=self._expected(number))
-            for number, root in enumerate(self.roots)
-        ]
-        guard = partial(check_begun, self.staging / RECORD, self.attempt_id) if self.attempt_id else None
-        staging = LocalStore(self.staging, retry_policy=retry_policy, guard=guard)
+        sources, staging = self.open_sources(retry_policy), self.open_staging(retry_policy)
 
         def runner(projection: Projection) -> SegmentRunner:
             return SegmentRunner(
@@ -91,7 +86,17 @@ class SegmentWork:
 
         return SegmentsRunner(runner, self.projection, sources, staging, retry_policy)
 
-    def _expected(self, source: int) -> dict[str, FileInfo]:
+    def open_sources(self, retry_policy: RetryPolicy) -> Sequence[ReadStore]:
+        return [
+            open_store(root, retry_policy=retry_policy, expected=self.expected_files(number))
+            for number, root in enumerate(self.roots)
+        ]
+
+    def open_staging(self, retry_policy: RetryPolicy) -> LocalStore:
+        guard = partial(check_begun, self.staging / RECORD, self.attempt_id) if self.attempt_id else None
+        return LocalStore(self.staging, retry_policy=retry_policy, guard=guard)
+
+    def expected_files(self, source: int) -> dict[str, FileInfo]:
         mine = (each for each in self.files if each.source == source and each.version)
         return {each.key: FileInfo(each.key, each.nbytes, each.version) for each in mine}
 

@@ -157,11 +157,11 @@ class Watch:
     def look(self) -> None:
         own = 0
         for pid in tree(self.root):
-            status = _status(pid)
+            status = status_bytes(pid)
             if "VmHWM" in status:
                 # The last one counts and not the highest: just after a fork it is the parent's.
                 self._peaks[pid] = status["VmHWM"]
-                self._cpu[pid] = _cpu_seconds(pid)
+                self._cpu[pid] = cpu_seconds(pid)
                 own += status.get("RssAnon", 0) + status.get("RssShmem", 0)
         self.own = max(self.own, own)
 
@@ -176,12 +176,12 @@ def tree(root: int) -> list[int]:
     return found
 
 
-def _status(pid: int) -> dict[str, int]:
+def status_bytes(pid: int) -> dict[str, int]:
     lines = (line.split() for line in _text(Path(f"/proc/{pid}/status")).splitlines())
     return {line[0][:-1]: 1024 * int(line[1]) for line in lines if len(line) == 3 and line[2] == "kB"}
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     # The name, in parentheses, may hold spaces.
     fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
@@ -196,7 +196,7 @@ def _text(path: Path) -> str:
 
 def _linger(watch: Watch) -> None:
     end = time.monotonic() + _LINGER_SECONDS
-    while any(_status(pid) for pid in watch.seen) and time.monotonic() < end:
+    while any(status_bytes(pid) for pid in watch.seen) and time.monotonic() < end:
         time.sleep(_SAMPLE_SECONDS)
 
 

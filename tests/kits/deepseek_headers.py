@@ -101,13 +101,15 @@ def deepseek_v3_names() -> tuple[str, ...]:
     )
 
 
-def deepseek_v3_specs() -> list[list[TensorSpec]]:
-    specs = [spec for name, shape in deepseek_shapes(V3_CONFIG) for spec in _fp8_or_plain(name, shape)]
-    share = sum(spec.nbytes for spec in specs) / V3_NUM_FILES
-    files: list[list[TensorSpec]] = [[] for _ in range(V3_NUM_FILES)]
+def deepseek_v3_specs(config: Mapping[str, Any] = V3_CONFIG) -> list[list[TensorSpec]]:
+    """Tensors by file; of a model with fewer layers as much in a file as the whole one has."""
+    specs = [spec for name, shape in deepseek_shapes(config) for spec in _fp8_or_plain(name, shape)]
+    share = V3_NBYTES / V3_NUM_FILES
+    num_files = max(1, round(sum(spec.nbytes for spec in specs) / share))
+    files: list[list[TensorSpec]] = [[] for _ in range(num_files)]
     before = 0
     for spec in specs:
-        files[min(int(before / share), V3_NUM_FILES - 1)].append(spec)
+        files[min(int(before / share), num_files - 1)].append(spec)
         before += spec.nbytes
     return files
 

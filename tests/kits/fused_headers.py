@@ -30,9 +30,9 @@ MAVERICK_CONFIG: Mapping[str, Any] = fields(
 )
 
 
-def gpt_oss_120b_specs() -> list[TensorSpec]:
+def gpt_oss_120b_specs(config: Mapping[str, Any] = GPT_OSS_CONFIG) -> list[TensorSpec]:
     specs = []
-    for name, shape in gpt_oss_shapes(GPT_OSS_CONFIG):
+    for name, shape in gpt_oss_shapes(config):
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, rows, columns = shape
             specs.append(TensorSpec(f"{name}_blocks", DType.U8, (experts, rows, columns // 32, 16)))

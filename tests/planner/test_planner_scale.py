@@ -32,6 +32,7 @@ from kits.fused_headers import (
     maverick_specs,
 )
 from kits.plan_maker import good, header_checkpoint
+from kits.qwen3_headers import QWEN3_CONFIG, QWEN3_NBYTES, QWEN3_NUM_TENSORS, qwen3_235b_specs
 from kits.recipe_maker import linear, piece, stack
 
 from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shards
@@ -207,35 +208,10 @@ def test_two_kimi_k2_thinking_are_planned_whole(tmp_path: Path) -> None:
     _check(report, specs, KIMI_CONFIG)
 
 
-QWEN3_NUM_TENSORS, QWEN3_NBYTES = 36_945, 470_187_269_120
-"""Tensors of the published Qwen3-235B-A22B, and bytes of their data."""
-QWEN3_CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096,
-    "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
-    "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "vocab_size": 151936,
-}  # fmt: skip
-
-
-def _qwen3_specs() -> list[TensorSpec]:
-    shapes = {"model.embed_tokens": (151936, 4096), "model.norm": (4096,), "lm_head": (151936, 4096)}
-    for block in (f"model.layers.{layer}" for layer in range(94)):
-        shapes |= {f"{block}.{name}_layernorm": (4096,) for name in ("input", "post_attention")}
-        shapes |= {f"{block}.self_attn.{name}_norm": (128,) for name in "qk"}
-        shapes |= {f"{block}.self_attn.{name}_proj": (512, 4096) for name in "kv"}
-        shapes |= {f"{block}.self_attn.q_proj": (8192, 4096), f"{block}.self_attn.o_proj": (4096, 8192)}
-        shapes[f"{block}.mlp.gate"] = (128, 4096)
-        for expert in (f"{block}.mlp.experts.{number}" for number in range(128)):
-            shapes |= {f"{expert}.{name}_proj": (1536, 4096) for name in ("gate", "up")}
-            shapes[f"{expert}.down_proj"] = (4096, 1536)
-    return [TensorSpec(f"{name}.weight", DType.BF16, shape) for name, shape in shapes.items()]
-
-
 @pytest.mark.slow
 def test_roles_of_two_qwen3_are_planned_in_their_own_ways(tmp_path: Path) -> None:
     """Experts along the arc, routers of the second, norms of the first, the mean of the rest."""
-    files = split_into_shards(_qwen3_specs(), 4 << 30)
+    files = split_into_shards(qwen3_235b_specs(), 4 << 30)
     models = one, two = [str(sparse_checkpoint(tmp_path / name, files, QWEN3_CONFIG)) for name in "ab"]
     rules = [
         {"role": "expert", "merge_method": "slerp", "parameters": {"t": 0.6}},

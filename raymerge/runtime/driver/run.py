@@ -51,7 +51,7 @@ from raymerge.publish.object_shards import RemoteShards, ShardWork
 from raymerge.publish.output_place import check_apart
 from raymerge.publish.record import RECORD, Journal, Ledger
 from raymerge.publish.shards import SegmentWork, Shards
-from raymerge.publish.staging import staging_of
+from raymerge.publish.staging import Staging, staging_of
 from raymerge.runtime.driver import versions
 from raymerge.runtime.workers.pool import Pool, Receipts, Stop, Work
 from raymerge.runtime.workers.sizing import check_free, fit_budget
@@ -213,12 +213,13 @@ class Run:
         warn_encoding_error: float | None = None,
         journal: Journal | None = None,
         stop_request: StopRequest | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """``on_event`` is called in this thread, and from a signal handler on Ctrl-C; ``began`` is
         ``time.monotonic()`` at the begin of the user's command, None for now; ``reports`` are the records of
         earlier stages by their names; ``recipes`` the texts of earlier merges, for the provenance;
         ``warn_encoding_error`` is the relative error of a tensor that is warned of, None for none;
-        ``stop_request`` None for beside the output place.
+        ``stop_request`` None for beside the output place; ``staging`` None for what the place asks for.
 
         Raises PlanError: something stands in the plan's way. OptionError: the memory limit is too small for
         it, or more than is free. TargetError: the output would lie over, in or around a source."""
@@ -227,7 +228,7 @@ class Run:
         self._held = holdings(sources)
         self._options = options
         self._on_event = on_event
-        self._staging = staging_of(output, plan, options)
+        self._staging = staging or staging_of(output, plan, options)
         self._began = time.monotonic() if began is None else began
         self._recipes = tuple(recipes)
         self._donor = sources[int(self._plan.manifest["donor"])]
