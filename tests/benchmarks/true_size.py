@@ -347,7 +347,7 @@ def _resumed(killed: Watched, seen: Watched) -> dict[str, str]:
     lost = sum(part["done_bytes"] for part in in_hand)
     return {
         "killed with": f"{len(before):,} receipts; {begun['done_segments']:,} were taken up",
-        "made again": f"{len(before & after)} of them; {len(in_hand)} in hand, {lost / 1e9:.2f} GB of it made",
+        "made again": f"{len(before & after)} of them; {len(in_hand)} in hand with {lost / 1e9:.2f} GB done",
     }
 
 

@@ -164,16 +164,23 @@ class Dispatcher:
             yield tuple(receipts)
 
     def _feed(self, stop: pool.Stop) -> None:
-        for _ in range(self._work.slots):
-            for actor in self._group.actors:
-                number = None if stop.requested else self._next(actor)
-                if number is not None:
-                    self._todo.take(number)
-                    if not actor.flight:
-                        actor.moved()
-                    budget = self._failures.budget(number)
-                    arguments = (number,) if budget is None else (number, budget)
-                    actor.flight[actor.handle.run.remote(*arguments)] = number
+        """Hand out parts, one to each worker in turn, so that none gets more while another has fewer."""
+        hungry = [] if stop.requested else list(self._group.actors)
+        while hungry:
+            hungry = [actor for actor in hungry if self._hand_out(actor)]
+
+    def _hand_out(self, actor: Actor) -> bool:
+        """Whether the worker got a part, and may get another."""
+        number = self._next(actor)
+        if number is None:
+            return False
+        self._todo.take(number)
+        if not actor.flight:
+            actor.moved()
+        budget = self._failures.budget(number)
+        arguments = (number,) if budget is None else (number, budget)
+        actor.flight[actor.handle.run.remote(*arguments)] = number
+        return True
 
     def _next(self, actor: Actor) -> int | None:
         """A worker's next part; None where it has no slot, or there is none for it."""

@@ -14,7 +14,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Self, TypeVar
@@ -242,10 +242,14 @@ class Extents:
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
-        self._residency = Residency()
         self._bounces = BufferPool(BOUNCE_COUNT, BOUNCE_NBYTES)
         self._can_direct = dict.fromkeys((False, True), hasattr(os, "O_DIRECT"))
         """To read, and to write."""
+
+    @cached_property
+    def _residency(self) -> Residency:
+        # Made when it is asked: what it takes is a tenth of a millisecond, and most stores move no extents.
+        return Residency()
 
     def close(self) -> None:
         self._bounces.clear()
