@@ -9,6 +9,7 @@ import secrets
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +28,8 @@ from raymerge.storage.temporary import OwnDirectory
 
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """What Ray's agents call themselves once they are up."""
-_SCRIPTS = ("/ray/dashboard/agent.py", "/ray/_private/runtime_env/agent/main.py")
+_STAND_IN = str(Path(__file__).with_name("agent_stand_in.py"))
+_SCRIPTS = ("/ray/dashboard/agent.py", "/ray/_private/runtime_env/agent/main.py", _STAND_IN)
 _AGENTS_SECONDS, _LOOK_SECONDS = 2.0, 0.05
 """How long the raylet may take to start its agents, and from one look for them to the next."""
 
@@ -100,7 +102,8 @@ def is_agent(command: Sequence[str]) -> bool:
 OBJECT_STORE_BYTES = 200 << 20
 _ANSWER_SECONDS = 5.0
 _LEAST_THREADS = 128
-"""Fewer an embedded Ray with one worker does not come up with; on two cores it takes about 160."""
+"""Fewer an embedded Ray may not come up with: with one worker it takes about 110 on two cores, and more on
+more."""
 _EXEMPT = 1 << 21 | 1 << 24
 """Capabilities that the limit on processes does not hold for: CAP_SYS_ADMIN and CAP_SYS_RESOURCE."""
 _QUIET = {
@@ -191,7 +194,7 @@ class RayConnection:
         # A short path: Ray's socket names below it must stay under 108 bytes.
         self._directory = OwnDirectory("/tmp" if os.path.isdir("/tmp") else None)
         # "local", because without an address Ray joins any cluster that it finds on this machine.
-        with _helpers_left_out(self.ray):
+        with _helpers_left_out(self.ray), _agents_replaced(self.ray):
             self.ray.init(
                 address="local",
                 num_cpus=self._num_cpus,
@@ -289,6 +292,48 @@ def _helpers_left_out(ray: Any) -> Iterator[None]:
     finally:
         for name, start in starting.items():
             setattr(node, name, start)
+
+
+_AGENT_OPTIONS = ("--dashboard_agent_command", "--runtime_env_agent_command")
+_AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT")
+_NO_PORT = -1
+
+
+@contextmanager
+def _agents_replaced(ray: Any) -> Iterator[None]:
+    """Start the raylet with stand-ins for its agents. That it waits for them is most of what starting Ray
+    takes; they send metrics and prepare environments of jobs, and there is neither.
+
+    Releases of Ray whose raylet does not read the ports of agents from files keep their agents."""
+    services = ray._private.services
+    start = services.start_ray_process
+
+    def start_process(command: Sequence[str], kind: str, *args: Any, **kwargs: Any) -> Any:
+        if kind == "raylet":
+            command = _with_stand_ins(ray._raylet, command)
+        return start(command, kind, *args, **kwargs)
+
+    services.start_ray_process = start_process
+    try:
+        yield
+    finally:
+        services.start_ray_process = start
+
+
+def _with_stand_ins(raylet: Any, command: Sequence[str]) -> list[str]:
+    options = dict(word.split("=", 1) for word in command if "=" in word)
+    place, node = options.get("--session_dir"), options.get("--node_id")
+    names = [getattr(raylet, f"{name}_PORT_NAME", None) for name in _AGENT_PORTS]
+    if place is None or node is None or None in names or not hasattr(raylet, "persist_port"):
+        return list(command)
+    for name in names:
+        # What Ray's own agent writes down where it offers no service.
+        raylet.persist_port(place, node, name, _NO_PORT)
+    stand_in = subprocess.list2cmdline([sys.executable, "-IS", _STAND_IN])
+    return [
+        f"{option}={stand_in}" if (option := word.partition("=")[0]) in _AGENT_OPTIONS else word
+        for word in command
+    ]
 
 
 def _do_nothing(*_: object, **__: object) -> None: ...
