@@ -49,7 +49,7 @@ help:
 	@echo "make chaos        inject every fault and print what it cost, at most 15 minutes: CHAOS=--help"
 
 quickstart: $(VENV)/.installed
-	@$(BIN)/raymerge submit configs/quickstart/recipe.yml -o quickstart-out --replace
+	@$(BIN)/raymerge submit configs/quickstart/recipe.yml -o quickstart-out --workers 2 --replace
 	@$(BIN)/python configs/quickstart/evaluate.py quickstart-out
 
 test: check

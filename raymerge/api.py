@@ -21,7 +21,7 @@ from raymerge.diagnosis.check import Check
 from raymerge.diagnosis.diagnosis import diagnose as examine_all
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
-from raymerge.events import OnEvent
+from raymerge.events import OnEvent, RayLeftOut
 from raymerge.lora.combine import plan_adapters
 from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
 from raymerge.lora.matrices import Limits, parsed_model
@@ -54,6 +54,7 @@ from raymerge.recipes.schema import Recipe
 from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
+from raymerge.runtime.driver.in_process import is_for_this_process
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
 from raymerge.runtime.driver.report_run import ReportRun, Subject, subject_of_merge, subject_of_output
 from raymerge.runtime.driver.run import RunResult
@@ -332,7 +333,7 @@ def submit(
     """Merge, verify and publish; the same call resumes an unfinished run.
 
     Several recipes are carried out in order of dependency. ``output`` is a directory or a place in an object
-    store.
+    store. A small merge runs in this process where the options leave that open (``RunOptions.inline``).
 
     Raises:
         PlanError: recipe and sources do not fit, or the recipe merges adapters (see ``merge_adapters``).
@@ -346,6 +347,9 @@ def submit(
         plan_for(recipe, place, chosen)
     with Journal(on_event or (lambda _: None)) as emit:
         merges = plan_for(merge_order(draft.require()), place, chosen)
+        if is_for_this_process(merges, place, chosen):
+            chosen = replace(chosen, inline=True)
+            emit(RayLeftOut())
         job = MergeJob(merges, place, chosen, on_event=emit, began=began, journal=emit)
         job.check()
         # No more workers than parts of the work, if known by now.

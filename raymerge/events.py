@@ -121,6 +121,11 @@ class Planned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RayLeftOut(Event):
+    """The merge runs in this process, though nobody asked for that: it is small."""
+
+
+@dataclass(frozen=True, slots=True)
 class Started(Event):
     workers: tuple[str, ...]
     device: str

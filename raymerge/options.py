@@ -36,7 +36,8 @@ class RunOptions:
     device: Device = "auto"
     """``auto`` takes a working GPU if matrices are decomposed or model layers computed."""
     address: str | None = None
-    inline: bool = False
+    inline: bool | None = None
+    """In this process, without Ray; None: where a merge is so small that Ray would take longer to start."""
     replace: bool = False
     """Replace the output, and discard unfinished runs of other plans there."""
     keep_intermediates: bool = False

@@ -46,7 +46,8 @@ DeviceFlag: TypeAlias = Annotated[
 Address: TypeAlias = Annotated[
     str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
 ]
-Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help="Run in this process, without Ray.")]
+_INLINE_HELP = "Run in this process, without Ray, as a small merge does by itself."
+Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help=_INLINE_HELP)]
 Patience: TypeAlias = Annotated[
     float | None,
     typer.Option(
@@ -104,8 +105,10 @@ def given(**flags: Any) -> dict[str, Any]:
 
 
 def options_from(profile: Profile, flags: Mapping[str, Any], *, address: str | None) -> RunOptions:
+    # Who has written down how to run has decided that too.
+    inline = None if profile == type(profile)() else False
     return RunOptions(
-        **{**profile.run.model_dump(exclude_none=True), **flags},
+        **{"inline": inline, **profile.run.model_dump(exclude_none=True), **flags},
         address=address,
         storage=profile.storage,
         growing=address is not None and profile.cluster.autoscaling,

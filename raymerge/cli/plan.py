@@ -116,6 +116,7 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
         from raymerge.api import plan_for
         from raymerge.publish.output_place import place_of
         from raymerge.runtime.driver.chained_merges import chosen_steps, kept_steps, steps_problems
+        from raymerge.runtime.driver.in_process import is_for_this_process
 
     merges, place = plan_for(recipe, output, options), place_of(output, options)
     lacks = tuple(steps_problems(place, options, merges))
@@ -127,8 +128,10 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
             which = f", merge {number} of {len(merges)}{f': {name}' if name else ''}"
             is_made = name in made
         explanation = _explained(merge, options, lacks if is_last else ())
-        own_steps = steps if is_last else ""
-        accounts.append(Account(merge, explanation, f"{title}{which}", is_made, steps=own_steps))
+        own_steps, is_here = steps if is_last else "", is_for_this_process(merges, place, options)
+        accounts.append(
+            Account(merge, explanation, f"{title}{which}", is_made, steps=own_steps, is_in_process=is_here)
+        )
     return tuple(accounts)
 
 

@@ -284,7 +284,9 @@ def rehearse(request: Request, out: Output) -> int:
         plans = reports[0] if len(reports) == 1 else {"merges": reports}
         out.json({"event": "dry_run", "place": request.output, **plans})
     else:
-        what = f"{request.output} can be made{_by_whom(request.options)}"
+        is_here = accounts[-1].is_in_process
+        by = " in this process" if is_here else _by_whom(request.options)
+        what = f"{request.output} can be made{by}"
         out.console.print(f"\ndry run: nothing was written; {what}", soft_wrap=True)
         show_next(out.console, [*after_rehearsal()])
     return 0

@@ -41,6 +41,12 @@ parameters: {int8_mask: true}
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are some a merge runs elsewhere, and its plan says so."""
+    monkeypatch.setattr("raymerge.devices.list_gpus", tuple)
+
+
 def _plan(folder: Path, text: str, *args: str, columns: str = "80") -> Outcome:
     recipe = write_recipe(folder, text)
     return run_command("plan", recipe, "--memory", "1GiB", *args, cwd=folder, env={"COLUMNS": columns})

@@ -142,7 +142,7 @@ def test_options_reach_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(raymerge.api, "submit", record)
     args = ("--workers", "3", "--memory", "2GiB", "--device", "cuda", "--address", "auto", "--replace")
     assert run_command("submit", "recipe.yml", "out", *args, "--threads", "2", cwd=folder).code == 0
-    wanted = RunOptions(3, 2 << 30, "cuda", "auto", inline=False, replace=True, threads=2)
+    wanted = RunOptions(3, 2 << 30, "cuda", "auto", replace=True, threads=2)
     assert seen == [("recipe.yml", "out", wanted)]
 
 

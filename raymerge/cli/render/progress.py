@@ -258,6 +258,8 @@ def _lines(event: Event, tally: Tally) -> Iterator[str]:
             peak = f"at most {format_size(event.projected_peak)} of memory a worker"
             yield f"planned: {event.tensors} tensors, {format_size(event.output_bytes)}; {peak}"
             yield from (f"  note: {note}" for note in event.notes)
+        case events.RayLeftOut():
+            yield "in this process: Ray takes longer to start than so small a merge (--workers 1 starts it)"
         case events.Started():
             begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already,"
             why = f": {event.device_reason}" if event.device_reason else ""

@@ -27,6 +27,9 @@ _LAYERS_SHOWN = 8
 _BUSY_SHOWN = 0.005
 
 
+_IN_PROCESS = "in the process of 'submit': Ray would take longer to start than so small a merge"
+
+
 @dataclass(frozen=True, slots=True)
 class Account:
     merge: PlannedMerge
@@ -39,6 +42,8 @@ class Account:
     is to be made, or there are problems."""
     steps: str = ""
     """Directory of intermediate results, if given; on the last account alone."""
+    is_in_process: bool = False
+    """Whether ``submit`` would leave out Ray, because the merge is small."""
 
     @property
     def is_whole(self) -> bool:
@@ -53,6 +58,7 @@ class Account:
             return {**name, "sources": explained["sources"], "problems": explained["problems"]}
         report = {**name, **self.explanation.to_json()}
         report |= {"steps": self.steps} if self.steps else {}
+        report |= {"is_in_process": True} if self.is_in_process else {}
         report |= {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
         if tensors:
             report["tensors"] = [line.to_json() for line in _tensor_lines(self.merge.plan)]
@@ -81,7 +87,8 @@ def _show_account(console: Console, account: Account) -> None:
     if account.is_made:
         console.print("made already: 'submit' takes the result that is there")
     if account.is_whole:
-        show_table(console, ("", ""), _plan_facts(explanation))
+        here = [("runs", _IN_PROCESS)] if account.is_in_process else []
+        show_table(console, ("", ""), [*_plan_facts(explanation), *here])
     _show_sources(console, explanation)
     if account.is_whole:
         _show_stages(console, explanation)

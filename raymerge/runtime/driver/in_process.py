@@ -1,0 +1,67 @@
+"""Whether a merge runs in this process though nobody asked for that: a small one takes less time than Ray
+takes to start and to end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from raymerge.errors import OptionError
+from raymerge.merge_plan.tables import Plan
+from raymerge.options import USUAL_PATIENCE, RunOptions
+from raymerge.planner.inputs.sources import reads_far
+from raymerge.planner.merges import PlannedMerge
+from raymerge.planner.simulation import Cluster, simulate_plan
+from raymerge.runtime.driver.chained_merges import has_steps
+from raymerge.runtime.workers.sizing import Layout, cores_here, fit_budget, layout_of, local_layouts
+from raymerge.storage.addresses import is_remote
+
+RAY_SECONDS = 4.0
+"""What an embedded Ray adds to a merge on one worker, by ``make bench BENCH=--start-up``."""
+SMALL_SECONDS = 2 * RAY_SECONDS
+"""Of a longer merge that is a small part, and Ray replaces a worker that dies or hangs."""
+_READ, _WRITE, _PER_CORE = 2e9, 1e9, 6e9
+"""Bytes a second of a local disk, whose files are in no cache, and of a core's copies: cautious figures."""
+
+
+def is_for_this_process(merges: Sequence[PlannedMerge], output: Path | str, options: RunOptions) -> bool:
+    """Whether Ray would cost a merge more than it brings, where no option needs or asks for its workers."""
+    if not _is_left_open(options) or has_steps(merges) or is_remote(str(output)):
+        return False
+    plan, sources = merges[-1].plan, merges[-1].sources
+    # How fast servers answer nobody knows, and of several kinds of devices one is yet to be chosen.
+    if plan.problems or reads_far(sources) or len(layouts := local_layouts(options)) > 1:
+        return False
+    here = layout_of(replace(options, inline=True), (cores_here(),), 0)
+    try:
+        own, on_ray = (_seconds(plan, options, each) for each in (here, layouts[0]))
+    except OptionError:
+        # It says itself what it lacks.
+        return False
+    return own <= min(on_ray + RAY_SECONDS, SMALL_SECONDS)
+
+
+def _is_left_open(options: RunOptions) -> bool:
+    is_usual = options.inline is None and options.workers is None and options.patience == USUAL_PATIENCE
+    return is_usual and options.device != "cuda" and not (options.address or options.run or _has_ray())
+
+
+def _has_ray() -> bool:
+    """Whether this process is connected to Ray already, which costs nothing more."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _seconds(plan: Plan, options: RunOptions, layout: Layout) -> float:
+    cluster = Cluster(
+        workers=layout.workers,
+        threads=layout.threads,
+        cores=layout.threads,
+        read=_READ,
+        write=_WRITE,
+        per_core=_PER_CORE,
+        startup=0.0,
+    )
+    return simulate_plan(plan, cluster, fit_budget(plan, options).budget).seconds
