@@ -23,8 +23,8 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from kits.gpu_arithmetic import divide_by_reciprocals
 from kits.memory_meter import AllocationMeter
+from kits.simulated_gpu import simulated_gpu, without_gpu
 from torch.overrides import TorchFunctionMode
 
 from raymerge.methods import (
@@ -430,12 +430,14 @@ class MethodKit:
             assert gathered.peak_bytes <= scratch + kept + wide + FEW_BYTES
             assert applied.peak_bytes <= scratch + columns + wide + FEW_BYTES
 
-    def test_a_gpu_s_division_gives_the_same_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        runs = [(settings, base, sources) for _, settings, base, sources in self.runs((70, 5))]
-        expected = [merge(self.method(), *run) for run in runs]
-        divide_by_reciprocals(monkeypatch)
-        found = [merge(self.method(), *run) for run in runs]
-        assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
+    @without_gpu
+    def test_a_simulated_gpu_gives_the_same_bits(self) -> None:
+        for seed, (_, settings, base, sources) in enumerate(self.runs((70, 5))):
+            with simulated_gpu(seed) as gpu:
+                on_gpu = [each.to("cuda") for each in sources]
+                found = merge(self.method(), settings, base.to("cuda"), on_gpu).cpu()
+            assert gpu.operations > 0
+            assert same_bits(found, merge(self.method(), settings, base, sources))
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_a_gpu_gives_the_same_to_rounding(self) -> None:
