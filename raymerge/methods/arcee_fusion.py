@@ -38,7 +38,7 @@ class ArceeFusionKernel(Kernel):
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Quartiles:
 
         def quantile(share: float) -> MagnitudeSelection:
-            return MagnitudeSelection(num_elements - int(share * (num_elements - 1)), device)
+            return MagnitudeSelection(num_elements - int(share * (num_elements - 1)))
 
         return quantile(0.25), quantile(0.5), quantile(0.75)
 
@@ -48,6 +48,7 @@ class ArceeFusionKernel(Kernel):
             quartile.observe(importances)
 
     def conclude(self, state: _Quartiles, settings: Settings, pass_index: int) -> bool:
+        MagnitudeSelection.fetch(state)
         unfinished = [quartile.conclude() for quartile in state]
         return any(unfinished)
 

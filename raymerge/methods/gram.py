@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from raymerge.deferred import torch
 from raymerge.methods import loops
 from raymerge.methods.combine import Coefficients, combine, combine_stored, stored_sum_on_base, sum_on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
-from raymerge.methods.reduce import add_products_in_torch, elements, flat, row_places
+from raymerge.methods.reduce import PieceSums, elements, flat, row_places
 
 
 class Gram:
@@ -25,8 +26,12 @@ class Gram:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.products = np.zeros((size * (size + 1) // 2, 1))
+        self._sums = PieceSums(size * (size + 1) // 2)
+
+    @property
+    def products(self) -> npt.NDArray[np.float64]:
         """``[pairs, 1]``, ordered by ``pair_index``."""
+        return self._sums.totals[:, None]
 
     def add(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Add the inner products of float32 ``[size, n]``, less the origin where there is one."""
@@ -48,16 +53,12 @@ class Gram:
     def add_in_torch(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Takes differences again for each pair, so that memory does not grow with the number of vectors."""
         buffers = None if origin is None else (torch.empty_like(origin), torch.empty_like(origin))
-        totals = self.products[:, 0]
         for row in range(self.size):
             left = _difference(vectors[row], origin, buffers and buffers[0])
             for column in range(row):
                 right = _difference(vectors[column], origin, buffers and buffers[1])
-                pair = pair_index(row, column)
-                totals[pair] = add_products_in_torch(float(totals[pair]), left, right)
-            totals[pair_index(row, row)] = add_products_in_torch(
-                float(totals[pair_index(row, row)]), left, left
-            )
+                self._sums.add_in_torch(pair_index(row, column), left, right)
+            self._sums.add_in_torch(pair_index(row, row), left, left)
 
     @property
     def is_finite(self) -> bool:

@@ -26,15 +26,17 @@ class RamKernel(Kernel):
 
 @dataclass(slots=True)
 class _Changes:
-    shared: int = 0
-    """Elements that another delta changes too."""
-    unique: int = 0
+    counts: torch.Tensor
+    """How many elements each delta changes, and how many of them no other does: int64 ``[N, 2]``."""
+    gains: tuple[float, ...] = ()
+    """Set after the pass."""
 
-    def gain(self, settings: Settings) -> float:
-        if not self.unique:
-            return 1.0
-        ratio = self.shared / max(self.unique, settings.number("epsilon"))
-        return 1.0 + settings.number("r") * min(max(ratio, 0.0), settings.number("alpha"))
+
+def _gain(changed: int, unique: int, settings: Settings) -> float:
+    if not unique:
+        return 1.0
+    ratio = (changed - unique) / max(unique, settings.number("epsilon"))
+    return 1.0 + settings.number("r") * min(max(ratio, 0.0), settings.number("alpha"))
 
 
 class RamPlusKernel(Kernel):
@@ -44,26 +46,24 @@ class RamPlusKernel(Kernel):
     def passes(self, settings: Settings) -> int:
         return 1
 
-    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> tuple[_Changes, ...]:
-        return tuple(_Changes() for _ in settings.sources)
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Changes:
+        return _Changes(torch.zeros(len(settings.sources), 2, dtype=torch.int64, device=device))
 
-    def observe(self, state: tuple[_Changes, ...], tile: Tile, settings: Settings, pass_index: int) -> None:
+    def observe(self, state: _Changes, tile: Tile, settings: Settings, pass_index: int) -> None:
         epsilon = settings.number("epsilon")
         unique = _count_changes(tile, epsilon).eq_(1.0)
         changed = torch.empty_like(unique)
-        for counts, delta in zip(state, tile.sources, strict=True):
-            total = int(torch.count_nonzero(_write_changed(delta, epsilon, changed)))
-            alone = int(torch.count_nonzero(changed.mul_(unique)))
-            counts.unique += alone
-            counts.shared += total - alone
+        for counts, delta in zip(state.counts, tile.sources, strict=True):
+            counts[0] += torch.count_nonzero(_write_changed(delta, epsilon, changed))
+            counts[1] += torch.count_nonzero(changed.mul_(unique))
 
-    def conclude(self, state: tuple[_Changes, ...], settings: Settings, pass_index: int) -> bool:
+    def conclude(self, state: _Changes, settings: Settings, pass_index: int) -> bool:
+        state.gains = tuple(_gain(changed, unique, settings) for changed, unique in state.counts.tolist())
         return False
 
-    def apply(self, tile: Tile, settings: Settings, state: tuple[_Changes, ...]) -> torch.Tensor:
+    def apply(self, tile: Tile, settings: Settings, state: _Changes) -> torch.Tensor:
         epsilon = settings.number("epsilon")
-        gains = tuple(counts.gain(settings) for counts in state)
-        return _merge(tile, epsilon, _count_changes(tile, epsilon), gains)
+        return _merge(tile, epsilon, _count_changes(tile, epsilon), state.gains)
 
 
 def _merge(tile: Tile, epsilon: float, counts: torch.Tensor, gains: tuple[float, ...]) -> torch.Tensor:

@@ -67,15 +67,6 @@ def keep_mask(key: int, start: int, count: int, density: float, device: torch.de
     return write_numbers(key, start, out=numbers).le(limit - 1 - _NUMBERS // 2)
 
 
-def keep_some(key: int, indices: torch.Tensor, density: float) -> torch.Tensor:
-    """``keep_mask`` at ``indices``, int64 ``[n]``, which are overwritten."""
-    lower = indices.bitwise_and(1).bitwise_xor_(1).bitwise_left_shift_(5)
-    words = _finished(hashed(key, indices.bitwise_right_shift_(1)))
-    # The wanted half moves to the top, from where a shift brings it down with its sign cut off.
-    halves = words.bitwise_left_shift_(lower).bitwise_right_shift_(32).bitwise_and_(_NUMBERS - 1)
-    return halves.lt(limit_of(density))
-
-
 def keep_factors(key: int, start: int, density: float, factor: float, *, out: torch.Tensor) -> torch.Tensor:
     """Write ``factor`` (not negative) into float32 ``out`` where ``keep_mask`` keeps an element and 0
     elsewhere."""

@@ -65,49 +65,75 @@ def chunk_length(num_elements: int, device: torch.device) -> int:
     return max(PIECE, min(_LONGEST_CPU_CHUNK, num_elements // 4 // PIECE * PIECE))
 
 
-def add_squares(total: float, values: torch.Tensor) -> float:
-    """``total`` plus the sum of the squares of float32 ``[n]``, in float64 and in piece order."""
-    if not values.is_cpu:
-        return add_products_in_torch(total, values, values)
-    return loops.sums.add_squares(total, values.numpy())
+def bring_to_host(*lists: list[torch.Tensor]) -> None:
+    """Replace the 64-bit tensors in some lists by copies on the host.
 
-
-def add_products_in_torch(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
-    """``total`` plus the sum of ``left * right``, float32 ``[n]``, in the order of ``add_squares``."""
-    for chunk in chunks(left.numel(), left.device):
-        products = _padded(left[chunk])
-        if left is right:
-            products.mul_(products)
-        else:
-            products[: chunk.stop - chunk.start].mul_(right[chunk])
-        total = _add_pieces(total, products)
-    return total
-
-
-def add_pair(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add to ``totals`` (``[3]``) the products of left and left, left and right, right and right."""
-    if not left.is_cpu:
-        add_pair_in_torch(totals, left, right)
+    It waits once for all of them, until a GPU has done what was begun before."""
+    far = [(each, index) for each in lists for index in range(len(each)) if not each[index].is_cpu]
+    if not far:
         return
-    loops.sums.add_pair(totals, left.numpy(), right.numpy())
+    flattened = [each[index].reshape(-1).view(torch.int64) for each, index in far]
+    parts = torch.split(torch.cat(flattened).cpu(), [len(part) for part in flattened])
+    for (each, index), part in zip(far, parts, strict=True):
+        each[index] = part.view(each[index].dtype)
 
 
-def add_pair_in_torch(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.Tensor) -> None:
-    for index, pair in enumerate(((left, left), (left, right), (right, right))):
-        totals[index] = add_products_in_torch(float(totals[index]), *pair)
+class PieceSums:
+    """Sums over the tiles of a tensor, each in float64 and in piece order.
 
+    What a GPU's tiles add stays there until somebody asks for the totals."""
 
-def add_values(total: float, values: torch.Tensor) -> float:
-    """``total`` plus the sum of ``values`` (float32 ``[n]``), in float64 and in piece order."""
-    if not values.is_cpu:
-        return add_values_in_torch(total, values)
-    return loops.sums.add_values(total, values.numpy())
+    def __init__(self, count: int) -> None:
+        self._totals = np.zeros(count)
+        self._places: list[int] = []
+        self.pending: list[torch.Tensor] = []
+        """Sums of pieces, float64 ``[pieces]``, still to be added; ``bring_to_host`` may take them along."""
 
+    @property
+    def totals(self) -> npt.NDArray[np.float64]:
+        """``[count]``, for compiled loops to add to."""
+        bring_to_host(self.pending)
+        for place, pieces in zip(self._places, self.pending, strict=True):
+            total = float(self._totals[place])
+            for partial in pieces.tolist():
+                total += partial
+            self._totals[place] = total
+        self._places.clear()
+        self.pending.clear()
+        return self._totals
 
-def add_values_in_torch(total: float, values: torch.Tensor) -> float:
-    for chunk in chunks(values.numel(), values.device):
-        total = _add_pieces(total, _padded(values[chunk]))
-    return total
+    def add_values(self, place: int, values: torch.Tensor) -> None:
+        """Add ``values``, ``[n]``, to a sum."""
+        if values.is_cpu:
+            self._totals[place] = loops.sums.add_values(self._totals[place], values.numpy())
+        else:
+            self.add_in_torch(place, values)
+
+    def add_squares(self, place: int, values: torch.Tensor) -> None:
+        """Add the squares of float32 ``[n]`` to a sum."""
+        if values.is_cpu:
+            self._totals[place] = loops.sums.add_squares(self._totals[place], values.numpy())
+        else:
+            self.add_in_torch(place, values, values)
+
+    def add_pair(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add the products of left and left, left and right, right and right to the three sums."""
+        if left.is_cpu:
+            loops.sums.add_pair(self._totals, left.numpy(), right.numpy())
+            return
+        for place, pair in enumerate(((left, left), (left, right), (right, right))):
+            self.add_in_torch(place, *pair)
+
+    def add_in_torch(self, place: int, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """Add ``left``, or its products with ``right``, float32 ``[n]``."""
+        for chunk in chunks(left.numel(), left.device):
+            products = _padded(left[chunk])
+            if left is right:
+                products.mul_(products)
+            elif right is not None:
+                products[: chunk.stop - chunk.start].mul_(right[chunk])
+            self._places.append(place)
+            self.pending.append(piece_sums(products.view(-1, PIECE)))
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:
@@ -116,13 +142,6 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(num_pieces * PIECE, dtype=torch.float64, device=values.device)
     padded[: values.numel()].copy_(values)
     return padded
-
-
-def _add_pieces(total: float, values: torch.Tensor) -> float:
-    """Add the sum of each piece of ``values``, which is overwritten, in order."""
-    for partial in piece_sums(values.view(-1, PIECE)).tolist():
-        total += partial
-    return total
 
 
 def piece_sums(pieces: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import INT8_MASK, Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import random_key
-from raymerge.methods.reduce import add_squares, chunks
+from raymerge.methods.reduce import PieceSums, chunks
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import agreeing_sum, rows_of, sum_of_terms
 
@@ -23,8 +23,9 @@ from raymerge.methods.task_arithmetic import agreeing_sum, rows_of, sum_of_terms
 class _Statistics:
     selection: MagnitudeSelection | None
     """Of the deviations, until concluded; None when every element is selected."""
-    squares: list[float]
-    num_differing: int = 0
+    squares: PieceSums
+    num_differing: torch.Tensor
+    """int64 []."""
     cut: trim.Threshold = trim.EVERYTHING
     by_deviation: loops.elect.Selection | None = None
     """``cut`` for the compiled loops, made on first use."""
@@ -35,9 +36,9 @@ class _Statistics:
         return self.by_deviation
 
     def coefficients(self) -> tuple[float, ...]:
-        total = math.fsum(self.squares)
-        count = len(self.squares)
-        return tuple(square / total if total else 1.0 / count for square in self.squares)
+        squares = self.squares.totals.tolist()
+        total, count = math.fsum(squares), len(squares)
+        return tuple(square / total if total else 1.0 / count for square in squares)
 
 
 class SceKernel(StoredKernel):
@@ -54,13 +55,14 @@ class SceKernel(StoredKernel):
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Statistics:
         selects = settings.number("select_topk") < 1
-        selection = MagnitudeSelection(None, device) if selects else None
-        return _Statistics(selection, [0.0] * len(settings.sources))
+        selection = MagnitudeSelection(None) if selects else None
+        num_differing = torch.zeros((), dtype=torch.int64, device=device)
+        return _Statistics(selection, PieceSums(len(settings.sources)), num_differing)
 
     def observe(self, state: _Statistics, tile: Tile, settings: Settings, pass_index: int) -> None:
         if state.selection is None:
             for index, delta in enumerate(_selected_deltas(tile, state)):
-                state.squares[index] = add_squares(state.squares[index], delta)
+                state.squares.add_squares(index, delta)
             return
         deviations, num_differing = deviations_of(tile)
         if pass_index == 0:
@@ -79,7 +81,9 @@ class SceKernel(StoredKernel):
         if state.selection is None:
             return False
         if pass_index == 0:
-            state.selection.choose_rank(math.floor(state.num_differing * settings.number("select_topk")))
+            counts = [state.num_differing]
+            MagnitudeSelection.fetch([state.selection], counts)
+            state.selection.choose_rank(math.floor(int(counts[0]) * settings.number("select_topk")))
         if not state.selection.conclude():
             state.cut, state.selection = trim.threshold_of(state.selection, trim.tie_key("sce", 0)), None
         return True
@@ -97,16 +101,18 @@ class SceKernel(StoredKernel):
 
 def take_sample(state: _Statistics, sample: Tile, settings: Settings) -> None:
     if state.selection is not None:
-        deviations, num_differing = deviations_of(sample)
+        deviations = deviations_of(sample)[0].cpu()
+        num_differing = int(torch.count_nonzero(deviations))
         share = settings.number("select_topk") * num_differing / max(1, deviations.numel())
         state.selection.expect(Sample(deviations), share)
 
 
-def deviations_of(tile: Tile) -> tuple[torch.Tensor, int]:
+def deviations_of(tile: Tile) -> tuple[torch.Tensor, torch.Tensor | int]:
     """Deviation of the deltas of each element, float32 ``[n]``, 0 just where all are equal; and in how many
     elements they differ."""
     if tile.sources.device.type != "cpu":
-        return deviations_in_torch(tile)
+        deviations = deviations_in_torch(tile)
+        return deviations, torch.count_nonzero(deviations)
     deviations = torch.empty_like(tile.sources[0])
     deltas = rows_of(tile.sources)
     return deviations, loops.selection.write_deviations(
@@ -114,7 +120,7 @@ def deviations_of(tile: Tile) -> tuple[torch.Tensor, int]:
     )
 
 
-def deviations_in_torch(tile: Tile) -> tuple[torch.Tensor, int]:
+def deviations_in_torch(tile: Tile) -> torch.Tensor:
     deviations = torch.empty_like(tile.sources[0])
     count = len(tile.sources)
     for chunk in chunks(deviations.numel(), deviations.device):
@@ -127,7 +133,7 @@ def deviations_in_torch(tile: Tile) -> tuple[torch.Tensor, int]:
             distance = delta[chunk].double().mul_(count).sub_(total)
             squares.add_(distance.mul_(distance))
         deviations[chunk] = squares.sqrt_().mul_(1.0 / count)
-    return deviations, int(torch.count_nonzero(deviations))
+    return deviations
 
 
 def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
@@ -139,14 +145,13 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
 
 
 def _add_squares(state: _Statistics, stored: Stored) -> None:
-    squares, levels = np.array(state.squares), state.for_loops().levels
+    squares, levels = state.squares.totals, state.for_loops().levels
     few = trim.few_inputs_of(stored) if len(stored.places) > 2 else None
     selects = state.cut is not trim.EVERYTHING
     if few is None:
         loops.elect.add_squares_stored(trim.inputs_of(stored), stored.count, levels, selects, squares)
     else:
         loops.deviations.add_squares_few(few, stored.count, levels, selects, squares)
-    state.squares[:] = squares.tolist()
 
 
 def selected_deltas(tile: Tile, levels: loops.elect.Thresholds) -> torch.Tensor:
@@ -188,7 +193,7 @@ def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: tr
 
 def _selected(tile: Tile, cut: trim.Threshold) -> torch.Tensor:
     """1 where an element is selected and 0 elsewhere, float32 ``[n]``."""
-    selected, _ = deviations_in_torch(tile)
+    selected = deviations_in_torch(tile)
     trim.mark_largest_(selected, cut, start=tile.start)
     return selected
 

@@ -14,11 +14,13 @@ from raymerge.deferred import torch
 from raymerge.methods import loops
 from raymerge.methods.kernel import Stored
 from raymerge.methods.method import SAMPLE_RUNS
-from raymerge.methods.reduce import PIECE, add_values
+from raymerge.methods.reduce import PIECE, PieceSums, bring_to_host
 
 _LONGEST_COUNT = 1 << 20
 _MAGNITUDE_BITS = 0x7FFF_FFFF
 _INFINITY = 0x7F80_0000
+_OUTSIDE = 1 << 12
+_ALL, _KEPT = range(2)
 _END = 1 << 31
 _MOST_BINS = 1 << 19
 # Of which the magnitudes are in memory at once, as they are added up.
@@ -57,8 +59,8 @@ class Sample:
     """Magnitudes of a sample of a tensor, which predict the magnitude at a rank."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        """float32 ``[n]``, SAMPLE_RUNS runs."""
-        array = values.cpu().numpy()
+        """float32 ``[n]`` on the CPU, SAMPLE_RUNS runs."""
+        array = values.numpy()
         self._patterns = array.view(np.uint32)
         self._counts = np.zeros(_END >> _COARSE_SHIFT, np.int64)
         bits = loops.selection.count_all(array, array, np.uint32(_COARSE_SHIFT), self._counts)
@@ -108,20 +110,28 @@ class MagnitudeSelection:
     NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite. ``with_sums`` adds up
     all magnitudes and the ``rank`` largest. Rank None must be set by ``choose_rank``."""
 
-    def __init__(self, rank: int | None, device: torch.device, *, with_sums: bool = False) -> None:
+    def __init__(self, rank: int | None, *, with_sums: bool = False) -> None:
         self._rank = rank
-        self._device = device
         self._with_sums = with_sums
         self._num_passes = 0
         self._bracket: Bracket | None = None if rank == 0 else _WHOLE
         self._counts: torch.Tensor | None = None
+        self._far: TorchCounts | None = None
         self._above = 0
+        self._sums = PieceSums(2)
+        """Of all magnitudes, and of the largest."""
         self.threshold = math.inf
         """Valid, like all that follow, after the last pass."""
         self.tied_share = 1.0
         """Share of the elements at the threshold that belong to the ``rank`` largest."""
-        self.sum_all = 0.0
-        self.sum_kept = 0.0
+
+    @property
+    def sum_all(self) -> float:
+        return float(self._sums.totals[_ALL])
+
+    @property
+    def sum_kept(self) -> float:
+        return float(self._sums.totals[_KEPT])
 
     def choose_rank(self, rank: int) -> None:
         """Once, before the first pass is concluded."""
@@ -134,15 +144,18 @@ class MagnitudeSelection:
 
     def look_within(self, bracket: Bracket | None) -> None:
         """Restart counting there in the next pass; None for no more passes."""
-        self._bracket, self._counts = bracket, None
+        self._bracket, self._counts, self._far = bracket, None, None
         self._above = 0
 
     def observe(self, values: torch.Tensor) -> None:
         bracket = self._bracket
         if bracket is None:
             return
-        count = _count_compiled if values.device.type == "cpu" else count_in_torch
-        self._above += count(values, bracket, self._scratch(bracket))
+        if values.is_cpu:
+            self._above += _count_compiled(values, bracket, self._scratch(bracket))
+        else:
+            self._far = self._far or TorchCounts(bracket, values.device)
+            self._far.add(values)
         if self._with_sums:
             self._add(values.abs(), bracket)
 
@@ -179,13 +192,13 @@ class MagnitudeSelection:
 
     def _scratch(self, bracket: Bracket) -> torch.Tensor:
         if self._counts is None:
-            self._counts = torch.zeros(bracket.num_bins, dtype=torch.int64, device=self._device)
+            self._counts = torch.zeros(bracket.num_bins, dtype=torch.int64)
         return self._counts
 
     def _add(self, magnitudes: torch.Tensor, bracket: Bracket) -> None:
         if self._num_passes == 0:
-            self.sum_all = add_values(self.sum_all, magnitudes)
-        self.sum_kept = add_values(self.sum_kept, torch.threshold_(magnitudes, _largest(bracket), 0.0))
+            self._sums.add_values(_ALL, magnitudes)
+        self._sums.add_values(_KEPT, torch.threshold_(magnitudes, _largest(bracket), 0.0))
 
     @classmethod
     def _add_delta(
@@ -201,19 +214,29 @@ class MagnitudeSelection:
         totals = np.array([each.sum_kept for each, _ in counting] + [first.sum_all] * is_first)
         loops.deviations.add_delta(stored.words, places, stored.count, np.array(ends, np.float32), totals)
         for (each, _), total in zip(counting, totals.tolist(), strict=False):
-            each.sum_kept = total
+            each._sums.totals[_KEPT] = total
             if is_first:
-                each.sum_all = float(totals[-1])
+                each._sums.totals[_ALL] = totals[-1]
+
+    @classmethod
+    def fetch(cls, selections: Sequence[MagnitudeSelection], *others: list[torch.Tensor]) -> None:
+        """Bring to the host what a pass has left on a GPU, and what ``others`` have there, in one go."""
+        counts = [[] if each._far is None else [each._far.result()] for each in selections]
+        bring_to_host(*others, *counts, *(each._sums.pending for each in selections))
+        for each, brought in zip(selections, counts, strict=True):
+            if brought:
+                each._above, each._counts, each._far = int(brought[0][0]), brought[0][1:], None
 
     def conclude(self) -> bool:
+        self.fetch([self])
         self._num_passes += 1
         bracket, counts = self._bracket, self._counts
         if bracket is None or counts is None or not self._rank:
             self.look_within(None)
             return False
-        self.look_within(self._left(bracket, counts.cpu().numpy(), self._rank))
+        self.look_within(self._left(bracket, counts.numpy(), self._rank))
         if self._bracket is not None:
-            self.sum_kept = 0.0
+            self._sums.totals[_KEPT] = 0.0
         return self._bracket is not None
 
     def _left(self, bracket: Bracket, counts: NDArray[np.int64], rank: int) -> Bracket | None:
@@ -246,9 +269,9 @@ class MagnitudeSelection:
             rest = torch.cat([rest, sums])
             # Whole pieces, so that where a run of bins ends is not seen in the sum.
             whole = rest.numel() // PIECE * PIECE
-            self.sum_kept = add_values(self.sum_kept, rest[:whole])
+            self._sums.add_values(_KEPT, rest[:whole])
             rest = rest[whole:]
-        self.sum_kept = add_values(self.sum_kept, rest)
+        self._sums.add_values(_KEPT, rest)
 
 
 def _finest(low: int, high: int) -> Bracket:
@@ -276,21 +299,36 @@ def _largest(bracket: Bracket) -> float:
     return _float_of(min(bracket.high - 1, _INFINITY))
 
 
-def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
-    """Count the magnitudes of float32 ``[n]`` in int64 ``counts``, one for each bin; returns how many lie
-    above the bracket."""
-    above = 0
-    last = bracket.high - bracket.low - 1
-    for begin in range(0, values.numel(), _LONGEST_COUNT):
-        patterns = values[begin : begin + _LONGEST_COUNT].view(torch.int32) & _MAGNITUDE_BITS
-        distances = patterns.sub_(bracket.low)
-        above += int(torch.count_nonzero(distances > last))
-        inside = distances[(distances >= 0) & (distances <= last)]
-        bins = (inside >> bracket.shift).long()
-        counts.scatter_add_(0, bins, torch.ones(1, dtype=torch.int64, device=bins.device).expand_as(bins))
-        mixed = bins[(inside & ((1 << bracket.shift) - 1)) != 0]
-        counts[mixed] = counts[mixed] | loops.selection.MIXED
-    return above
+class TorchCounts:
+    """Counts of a bracket's bins, made without waiting for a GPU."""
+
+    def __init__(self, bracket: Bracket, device: torch.device) -> None:
+        self._bracket = bracket
+        size = bracket.num_bins + 2 * _OUTSIDE
+        self._counts = torch.zeros(size, dtype=torch.int64, device=device)
+        self._mixed = torch.zeros(size, dtype=torch.bool, device=device)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Count the magnitudes of float32 ``[n]``."""
+        low, shift, num_bins = self._bracket.low, self._bracket.shift, self._bracket.num_bins
+        one, last = torch.ones(1, dtype=torch.int64, device=values.device), self._bracket.high - low - 1
+        for begin in range(0, values.numel(), _LONGEST_COUNT):
+            distances = (values[begin : begin + _LONGEST_COUNT].view(torch.int32) & _MAGNITUDE_BITS).sub_(low)
+            # To be spread out, since additions to one place go one after the other.
+            outside = torch.arange(distances.numel(), device=values.device) % _OUTSIDE + num_bins
+            bins = torch.where(distances < 0, outside + _OUTSIDE, distances >> shift)
+            bins = torch.where(distances > last, outside, bins)
+            self._counts.scatter_add_(0, bins, one.expand_as(bins))
+            if shift:
+                is_mixed = (distances & ((1 << shift) - 1)) != 0
+                self._mixed.scatter_(0, torch.where(is_mixed, bins, outside), True)
+
+    def result(self) -> torch.Tensor:
+        """How many lie above the bracket, and the count of each bin: int64 ``[1 + bins]``."""
+        num_bins = self._bracket.num_bins
+        above = self._counts[num_bins : num_bins + _OUTSIDE].sum()
+        mixed = self._mixed[:num_bins].long().mul_(loops.selection.MIXED)
+        return torch.cat([above.view(1), mixed.bitwise_or_(self._counts[:num_bins])])
 
 
 def _affordable(low: int, high: int, middle: int, unused: int) -> Bracket:

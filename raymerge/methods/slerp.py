@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from raymerge.deferred import torch
 from raymerge.methods import loops, reference
@@ -17,7 +16,7 @@ from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, 
 from raymerge.methods.gram import DeltaCombinationKernel, Gram
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import LAMBDA, Access, BaseUse, Method, Parameter, Takes
-from raymerge.methods.reduce import add_pair
+from raymerge.methods.reduce import PieceSums
 
 _PARALLEL = 0.9995
 
@@ -25,7 +24,7 @@ _PARALLEL = 0.9995
 @dataclass(slots=True)
 class _Arc:
     device: torch.device
-    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
+    sums: PieceSums = field(default_factory=lambda: PieceSums(3))
     """Inner products base base, base source, source source over the tiles seen so far."""
     from_base: bool = True
     """Whether the base is the nearer end; set, like the next, after the pass."""
@@ -33,7 +32,7 @@ class _Arc:
 
     def cosine(self) -> float:
         """A zero vector counts as orthogonal to all others."""
-        base_base, base_source, source_source = self.sums.tolist()
+        base_base, base_source, source_source = self.sums.totals.tolist()
         norms = math.sqrt(base_base) * math.sqrt(source_source)
         return base_source / norms if norms else 0.0
 
@@ -49,10 +48,10 @@ class SlerpKernel(StoredKernel):
         return _Arc(device)
 
     def observe(self, state: _Arc, tile: Tile, settings: Settings, pass_index: int) -> None:
-        add_pair(state.sums, tile.require_base(), tile.sources[0])
+        state.sums.add_pair(tile.require_base(), tile.sources[0])
 
     def observe_stored(self, state: _Arc, stored: Stored, settings: Settings, pass_index: int) -> None:
-        loops.sums.add_pair(state.sums, stored.input(0), stored.input(1))
+        loops.sums.add_pair(state.sums.totals, stored.input(0), stored.input(1))
 
     def conclude(self, state: _Arc, settings: Settings, pass_index: int) -> bool:
         """Coefficients of the unnormalised tensors, in float64."""

@@ -12,7 +12,7 @@ import numpy as np
 from raymerge.deferred import torch
 from raymerge.methods import loops, reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
-from raymerge.methods.random import keep_some, key_words, limit_of, random_key
+from raymerge.methods.random import keep_mask, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
 from raymerge.methods.selection import MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
@@ -67,9 +67,10 @@ def mark_largest_(magnitudes: torch.Tensor, cut: Threshold, *, start: int) -> No
         return
     for chunk in chunks(magnitudes.numel(), magnitudes.device):
         marked = magnitudes[chunk]
-        tied = torch.nonzero(marked == cut.tied).flatten()
-        marked.gt_(cut.above)
-        marked[tied] = keep_some(cut.key, tied + (start + chunk.start), cut.share).to(marked.dtype)
+        # Of all elements, as whoever asks which ones tie has to wait for the answer.
+        chosen = keep_mask(cut.key, start + chunk.start, marked.numel(), cut.share, marked.device)
+        chosen.logical_and_(marked == cut.tied)
+        marked.gt_(cut.above).add_(chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class TrimmingKernel(StoredKernel):
         )
 
         def selection(rank: int) -> MagnitudeSelection:
-            return MagnitudeSelection(rank, device, with_sums=rescale)
+            return MagnitudeSelection(rank, with_sums=rescale)
 
         selections = tuple(
             None if pair is None else (selection(pair[0]), selection(pair[1])) for pair in ranks
@@ -223,7 +224,9 @@ class TrimmingKernel(StoredKernel):
                 MagnitudeSelection.observe_delta(pair[: self.num_thresholds], stored, source)
 
     def conclude(self, state: TrimState, settings: Settings, pass_index: int) -> bool:
-        unfinished = [selection.conclude() for pair in state.found if pair is not None for selection in pair]
+        selections = [each for pair in state.found for each in pair or ()]
+        MagnitudeSelection.fetch(selections)
+        unfinished = [each.conclude() for each in selections]
         if any(unfinished):
             return True
         state.trims = tuple(self._trim(pair, source) for source, pair in enumerate(state.found))
@@ -254,7 +257,7 @@ class TrimmingKernel(StoredKernel):
 
 
 def take_sample(state: TrimState, sample: Tile, settings: Settings) -> None:
-    for pair, ranks, delta in zip(state.found, state.ranks, sample.sources, strict=True):
+    for pair, ranks, delta in zip(state.found, state.ranks, sample.sources.cpu(), strict=True):
         if pair is not None and ranks is not None:
             magnitudes = Sample(delta)
             for selection, rank in zip(pair, ranks, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,7 @@ from raymerge.deferred import torch
 from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.random import hashed, normal, random_key
-from raymerge.methods.reduce import PIECE, add_squares, add_values, chunks
+from raymerge.methods.reduce import PIECE, PieceSums, bring_to_host, chunks
 from raymerge.methods.reference import (
     DOUBT,
     Block,
@@ -58,9 +58,10 @@ class _Neurons:
 @dataclass(slots=True)
 class _Redrawn:
     neurons: _Neurons | None
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
+    count: torch.Tensor
+    """int64 []."""
+    sums: PieceSums = field(default_factory=lambda: PieceSums(2))
+    """Of the replaced elements and of their squares."""
     mean: float = 0.0
     deviation: float = 0.0
 
@@ -74,7 +75,7 @@ class UpcycleKernel(Kernel):
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Redrawn:
         """Raises ValueError where the tensor has neurons beyond ``num_neurons``."""
-        return _Redrawn(_choose(settings))
+        return _Redrawn(_choose(settings), torch.zeros((), dtype=torch.int64, device=device))
 
     def observe(self, state: _Redrawn, tile: Tile, settings: Settings, pass_index: int) -> None:
         if state.neurons is None:
@@ -84,14 +85,17 @@ class UpcycleKernel(Kernel):
             mask = state.neurons.mark(tile.start + chunk.start, chunk.stop - chunk.start, source.device)
             # Chosen by the mask, not a product with it: NaN elsewhere is no part of this.
             replaced = torch.where(mask, source[chunk], 0.0)
-            state.count += int(mask.sum())
-            state.total = add_values(state.total, replaced)
-            state.squares = add_squares(state.squares, replaced)
+            state.count.add_(mask.sum())
+            state.sums.add_values(0, replaced)
+            state.sums.add_squares(1, replaced)
 
     def conclude(self, state: _Redrawn, settings: Settings, pass_index: int) -> bool:
-        if state.count:
-            state.mean = state.total / state.count
-            state.deviation = math.sqrt(max(0.0, state.squares / state.count - state.mean**2))
+        counts = [state.count]
+        bring_to_host(counts, state.sums.pending)
+        (total, squares), count = state.sums.totals.tolist(), int(counts[0])
+        if count:
+            state.mean = total / count
+            state.deviation = math.sqrt(max(0.0, squares / count - state.mean**2))
         return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Redrawn | None) -> torch.Tensor:

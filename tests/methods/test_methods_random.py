@@ -40,7 +40,6 @@ from raymerge.methods.random import (
     _write_numbers,
     chance_of,
     keep_factors,
-    keep_some,
     limit_of,
     limits_of,
     write_numbers,
@@ -113,13 +112,10 @@ def test_numbers_follow_their_definition(key: int, start: int, count: int) -> No
     count=st.integers(0, 300),
     density=st.one_of(st.floats(0, 1), st.sampled_from([2.0**-32, 2.0**-40, 1 - 2.0**-33, 1 - 2.0**-32])),
 )
-def test_factors_and_single_elements_follow_the_mask(
-    key: int, start: int, count: int, density: float
-) -> None:
+def test_factors_follow_the_mask(key: int, start: int, count: int, density: float) -> None:
     mask = keep_mask(key, start, count, density, CPU)
     factors = keep_factors(key, start, density, 1 / 3, out=torch.empty(count))
     assert same_bits(factors, mask * torch.tensor(1 / 3))
-    assert torch.equal(keep_some(key, torch.arange(start, start + count), density), mask)
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,8 @@ from raymerge.methods.reduce import (
     LANES,
     PIECE,
     RUN,
+    PieceSums,
     add_column_pairs,
-    add_pair,
-    add_products_in_torch,
-    add_squares,
-    add_values,
     row_grams,
     row_grams_in_torch,
 )
@@ -67,8 +64,8 @@ from raymerge.methods.selection import (
     Bracket,
     MagnitudeSelection,
     Sample,
+    TorchCounts,
     _count_compiled,
-    count_in_torch,
 )
 from raymerge.methods.task_arithmetic import merge_factors, merge_factors_in_torch
 from raymerge.methods.trim import (
@@ -92,9 +89,30 @@ RUNS = range(0, PIECE, RUN)
 
 def products(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
     """``total`` plus the products of both, of the three sums that are made together."""
-    totals = np.array([0.0, total, 0.0])
-    add_pair(totals, left, right)
-    return float(totals[1])
+    sums = PieceSums(3)
+    sums.totals[1] = total
+    sums.add_pair(left, right)
+    return float(sums.totals[1])
+
+
+def values_added(total: float, values: torch.Tensor) -> float:
+    sums = PieceSums(1)
+    sums.totals[0] = total
+    sums.add_values(0, values)
+    return float(sums.totals[0])
+
+
+def squares_added(total: float, values: torch.Tensor) -> float:
+    sums = PieceSums(1)
+    sums.totals[0] = total
+    sums.add_squares(0, values)
+    return float(sums.totals[0])
+
+
+def products_in_torch(left: torch.Tensor, right: torch.Tensor) -> float:
+    sums = PieceSums(1)
+    sums.add_in_torch(0, left, right)
+    return float(sums.totals[0])
 
 
 def numbers(count: int, seed: int = 0) -> torch.Tensor:
@@ -123,17 +141,17 @@ def _by_definition(values: list[float]) -> float:
 @pytest.mark.parametrize("count", [1, 17, 300, 5 * RUN, PIECE - 1, 2 * PIECE + 333])
 def test_the_order_is_that_of_the_definition(count: int) -> None:
     left, right = numbers(count), numbers(count, 1)
-    assert add_values(0.0, left) == _by_definition(left.tolist())
+    assert values_added(0.0, left) == _by_definition(left.tolist())
     expected = (left.double() * right.double()).tolist()
     assert products(0.0, left, right) == _by_definition(expected)
-    assert add_squares(0.0, left) == _by_definition((left.double() * left.double()).tolist())
+    assert squares_added(0.0, left) == _by_definition((left.double() * left.double()).tolist())
 
 
 def test_products_do_not_overflow_or_cancel_in_float32() -> None:
     large = torch.full((1000,), 1e30)
-    assert add_squares(0.0, large) == pytest.approx(1e63, rel=1e-6)
+    assert squares_added(0.0, large) == pytest.approx(1e63, rel=1e-6)
     near = torch.cat([torch.full((PIECE,), 1e8), torch.ones(PIECE), torch.full((PIECE,), -1e8)])
-    assert add_values(0.0, near) == PIECE
+    assert values_added(0.0, near) == PIECE
 
 
 def test_threads_and_chunks_do_not_change_a_bit_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +160,9 @@ def test_threads_and_chunks_do_not_change_a_bit_of_a_sum(monkeypatch: pytest.Mon
         alone = products(0.0, left, right)
     with threads(2):
         assert products(0.0, left, right) == alone
-        assert add_products_in_torch(0.0, left, right) == alone
+        assert products_in_torch(left, right) == alone
     monkeypatch.setattr(reduce_module, "_LONGEST_CPU_CHUNK", PIECE)
-    assert add_products_in_torch(0.0, left, right) == alone
+    assert products_in_torch(left, right) == alone
 
 
 SHAPES = [(77, 1501), (3, 40_000), (1, 3 * PIECE), (40, 1), (5, 7), (16, 64), (33, 5000), (1, 1)]
@@ -203,7 +221,7 @@ def test_an_origin_is_subtracted_in_float32(shape: tuple[int, int]) -> None:
 def test_a_row_is_summed_as_a_vector(shape: tuple[int, int]) -> None:
     left, right = pair(shape)
     found = rows_of(left, right)[1].tolist()
-    assert found == [add_products_in_torch(0.0, a, b) for a, b in zip(left, right, strict=True)]
+    assert found == [products_in_torch(a, b) for a, b in zip(left, right, strict=True)]
 
 
 @settings(deadline=None, max_examples=10)
@@ -358,7 +376,7 @@ def passes_of(selection: MagnitudeSelection, values: torch.Tensor, cut: int | No
 
 
 def select(values: torch.Tensor, rank: int, *, cut: int | None = None) -> MagnitudeSelection:
-    selection = MagnitudeSelection(rank, CPU, with_sums=True)
+    selection = MagnitudeSelection(rank, with_sums=True)
     passes_of(selection, values, cut)
     return selection
 
@@ -437,7 +455,7 @@ some_values = st.lists(
 def test_no_bracket_changes_what_is_found(data: st.DataObject, values: list[float], bracket: Bracket) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
     rank = data.draw(st.integers(0, len(values)))
-    plain, guided = select(tensor, rank), MagnitudeSelection(rank, CPU, with_sums=True)
+    plain, guided = select(tensor, rank), MagnitudeSelection(rank, with_sums=True)
     if rank:
         guided.look_within(bracket)
     assert passes_of(guided, tensor) <= 3
@@ -450,20 +468,21 @@ def test_no_bracket_changes_what_is_found(data: st.DataObject, values: list[floa
 @given(values=some_values, bracket=brackets(), repeats=st.integers(1, 60))
 def test_the_loop_counts_as_torch_does(values: list[float], bracket: Bracket, repeats: int) -> None:
     tensor = torch.tensor(values * repeats, dtype=torch.float32)
-    ours, theirs = (torch.zeros(bracket.num_bins, dtype=torch.int64) for _ in range(2))
-    told = _count_compiled(tensor, bracket, ours), count_in_torch(tensor, bracket, theirs)
-    assert told[0] == told[1]
-    assert torch.equal(ours, theirs)
+    counts, in_torch = torch.zeros(bracket.num_bins, dtype=torch.int64), TorchCounts(bracket, CPU)
+    above = _count_compiled(tensor, bracket, counts)
+    in_torch.add(tensor)
+    assert in_torch.result().tolist() == [above, *counts.tolist()]
 
 
 def test_the_whole_range_is_counted_alike() -> None:
     """Its own loop on the CPU."""
     whole = Bracket(0, LAST + 1, 15)
     values = torch.cat([numbers(3000), torch.tensor([math.nan, -math.inf, -0.0])])
-    ours, theirs = (torch.zeros(whole.num_bins, dtype=torch.int64) for _ in range(2))
-    assert _count_compiled(values, whole, ours) == count_in_torch(values, whole, theirs) == 0
-    assert torch.equal(ours, theirs)
-    assert int((ours & COUNTED).sum()) == 3003
+    counts, in_torch = torch.zeros(whole.num_bins, dtype=torch.int64), TorchCounts(whole, CPU)
+    assert _count_compiled(values, whole, counts) == 0
+    in_torch.add(values)
+    assert torch.equal(in_torch.result()[1:], counts)
+    assert int((counts & COUNTED).sum()) == 3003
 
 
 @pytest.mark.parametrize(("rank", "with_sums", "passes"), [(1, False, 2), (2, False, 1), (2, True, 2)])
@@ -472,7 +491,7 @@ def test_a_bin_of_several_magnitudes_costs_a_pass_only_where_they_matter(
 ) -> None:
     """Where the wanted one is among them, or their sum is asked for."""
     values = torch.from_numpy(np.array([0x3F80_0011, 0x3F80_0000, 0x3F80_0000], np.int32)).view(torch.float32)
-    selection = MagnitudeSelection(rank, CPU, with_sums=with_sums)
+    selection = MagnitudeSelection(rank, with_sums=with_sums)
     selection.look_within(Bracket(0x3F80_0000, 0x3F80_0080, 4))
     assert passes_of(selection, values) == passes
     plain = select(values, rank)
@@ -487,7 +506,7 @@ def sample_from(values: torch.Tensor) -> torch.Tensor:
 def guided_passes(values: torch.Tensor, share: float) -> int:
     """Passes with a sample; what is found is that of a selection without."""
     rank = int(share * values.numel())
-    selection = MagnitudeSelection(rank, CPU)
+    selection = MagnitudeSelection(rank)
     selection.expect(Sample(sample_from(values)), share)
     num_passes = passes_of(selection, values, 4 * BLOCK)
     assert selection.threshold == expected_threshold(values, rank)
@@ -531,7 +550,7 @@ def test_a_sample_that_misleads_costs_passes_only(factor: float) -> None:
     values = numbers(COUNT)
     misled = Sample(sample_from(values * factor))
     rank = COUNT // 3
-    selection = MagnitudeSelection(rank, CPU)
+    selection = MagnitudeSelection(rank)
     selection.expect(misled, rank / COUNT)
     assert passes_of(selection, values) == 3
     assert selection.threshold == expected_threshold(values, rank)
@@ -729,8 +748,8 @@ def test_the_loop_selects_and_merges_as_torch_does(data: st.DataObject, tile: Ti
 @given(tile=tiles(), cut=cuts())
 def test_deviations_and_what_they_select_are_those_of_torch(tile: Tile, cut: Threshold) -> None:
     ours, theirs = deviations_of(tile), deviations_in_torch(tile)
-    assert alike(ours[0], theirs[0])
-    assert ours[1] == theirs[1]
+    assert alike(ours[0], theirs)
+    assert ours[1] == int(torch.count_nonzero(theirs))
     compiled = selected_deltas(tile, compiled_thresholds([(cut, NOTHING)]))
     assert alike(compiled, selected_deltas_in_torch(tile, cut))
 
@@ -744,5 +763,5 @@ def test_equal_deltas_lie_nowhere_apart_and_others_always_do(num_sources: int) -
     if num_sources > 1:
         smallest = torch.zeros((num_sources, 3))
         smallest[-1] = 1e-45
-        for deviations in (deviations_of, deviations_in_torch):
-            assert deviations(Tile(None, smallest, 0))[1] == 3
+        tile = Tile(None, smallest, 0)
+        assert deviations_of(tile)[1] == int(torch.count_nonzero(deviations_in_torch(tile))) == 3

@@ -59,17 +59,7 @@ from raymerge.methods.combine import (
 )
 from raymerge.methods.gram import Gram
 from raymerge.methods.nearswap import swap_near, swap_near_in_torch
-from raymerge.methods.reduce import (
-    PIECE,
-    add_pair,
-    add_pair_in_torch,
-    add_products_in_torch,
-    add_squares,
-    add_values,
-    add_values_in_torch,
-    row_grams,
-    row_grams_in_torch,
-)
+from raymerge.methods.reduce import PIECE, PieceSums, row_grams, row_grams_in_torch
 from raymerge.methods.sce import _Statistics
 from raymerge.methods.task_arithmetic import agreeing_sum
 from raymerge.methods.trim import TrimState
@@ -335,12 +325,15 @@ def same_numbers(left: npt.NDArray[np.float64] | float, right: npt.NDArray[np.fl
 @given(length=any_length, seed=any_seed, total=st.sampled_from((0.0, 1.5, -1e30)))
 def test_sums_of_one_and_of_two(length: int, seed: int, total: float) -> None:
     left, right = vectors(2, length, seed)
-    assert same_numbers(add_values(total, left), add_values_in_torch(total, left))
-    assert same_numbers(add_squares(total, left), add_products_in_torch(total, left, left))
-    found, expected = np.array([total, 0.0, 2.0]), np.array([total, 0.0, 2.0])
-    add_pair(found, left, right)
-    add_pair_in_torch(expected, left, right)
-    assert same_numbers(found, expected)
+    found, expected = PieceSums(5), PieceSums(5)
+    for each in (found, expected):
+        each.totals[:] = total, 0.0, 2.0, total, total
+    found.add_pair(left, right)
+    found.add_values(3, left)
+    found.add_squares(4, left)
+    for place, pair in enumerate(((left, left), (left, right), (right, right), (left, None), (left, left))):
+        expected.add_in_torch(place, *pair)
+    assert same_numbers(found.totals, expected.totals)
 
 
 @some
@@ -615,7 +608,11 @@ def known(state: Any) -> str:
     if isinstance(state, TrimState):
         found = [selection for pair in state.found for selection in pair or ()]
         return repr([(each.threshold, each.tied_share, each.sum_all, each.sum_kept) for each in found])
-    return repr((state.squares, state.num_differing, state.cut)) if isinstance(state, _Statistics) else ""
+    return (
+        repr((state.squares.totals, int(state.num_differing), state.cut))
+        if isinstance(state, _Statistics)
+        else ""
+    )
 
 
 def same_words(left: Words, right: Words) -> bool:

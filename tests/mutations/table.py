@@ -86,12 +86,17 @@ MUTATIONS = (
     Mutation("methods/trim.py", "selection.tied_share >= 1 or threshold == 0", "threshold == 0", _TRIM),
     Mutation(
         "methods/trim.py",
-        "marked.gt_(cut.above)\n        marked[tied]",
-        "marked.gt_(0.5 * cut.above)\n        marked[tied]",
+        "marked.gt_(cut.above).add_(chosen)",
+        "marked.gt_(0.5 * cut.above).add_(chosen)",
         _TRIM,
     ),
+    Mutation("methods/trim.py", "cut.key, start + chunk.start,", "cut.key, chunk.start,", _TRIM),
+    Mutation("methods/selection.py", "distances < 0, outside + _OUTSIDE", "distances < 0, outside", _TRIM),
     Mutation(
-        "methods/trim.py", "tied + (start + chunk.start), cut.share", "tied + chunk.start, cut.share", _TRIM
+        "methods/reduce.py",
+        "            self._totals[place] = total\n        self._places",
+        "        self._places",
+        _TRIM,
     ),
     Mutation("methods/trim.py", "whole / remaining if remaining > whole * _ROUNDING else 1.0", "1.0", _TRIM),
     Mutation("methods/trim.py", "upper.sum_kept - outliers.sum_kept", "upper.sum_kept", _TRIM),
