@@ -108,6 +108,16 @@ def _end_run(run: Any, out: Any) -> Any:
     return lambda run, out: None
 
 
+def element_of(value: np.float32, like: Any) -> Any:
+    """A result as an element of the type of another: rounded where that is a stored one."""
+    raise NotImplementedError
+
+
+@by_type(element_of)
+def _element_of(value: Any, like: Any) -> Any:
+    return (lambda value, like: rounded(value)) if like == types.uint16 else (lambda value, like: value)
+
+
 @compiled
 def load_deltas(
     words: NDArray[np.uint16], places: NDArray[np.int64], begin: int, size: int, rows: NDArray[np.float32]

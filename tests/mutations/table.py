@@ -435,6 +435,7 @@ MUTATIONS = (
         f"{STORAGE} storage/test_storage_extents.py",
     ),
     Mutation("storage/local/store.py", "if path in self._lost:", "if False:", STORAGE),
+    Mutation("kernels/combine.py", "first = 1 if anchor == 0 else 0", "first = 0", METHODS),
     Mutation(
         "storage/local/store.py",
         "self._compare(path, os.stat(path))",
