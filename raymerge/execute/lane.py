@@ -26,6 +26,7 @@ from raymerge.execute.transfers import Arrival, HostTransfers
 from raymerge.merge_plan.expressions import Read
 from raymerge.merge_plan.jobs import Input, JobPart, OpJob
 from raymerge.methods import Stored, Tile
+from raymerge.storage.local.mapping import PageMaps
 
 
 def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
@@ -70,10 +71,13 @@ class LoadBuffer:
     usual makes way as soon as its bytes are wanted for something else: it and the computing may have
     ``limit`` bytes together."""
 
-    def __init__(self, transfers: HostTransfers, *, usual_bytes: int, limit: int) -> None:
+    def __init__(
+        self, transfers: HostTransfers, *, usual_bytes: int, limit: int, maps: PageMaps | None = None
+    ) -> None:
         self._transfers = transfers
         self._usual_bytes = usual_bytes
         self._limit = limit
+        self._maps = maps
         self._held = NOTHING
         self._leaving: Arrival | None = None
 
@@ -87,6 +91,8 @@ class LoadBuffer:
             # The old one goes first, as both at once may be too much.
             self._held = NOTHING
             self._held = self._transfers.buffer(max(self._usual_bytes, load.nbytes))
+            if self._maps is not None:
+                self._maps.watch(self._held.numpy().data, self._held)
         return self._held
 
     def leave(self, arrival: Arrival | None) -> None:

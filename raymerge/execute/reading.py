@@ -14,6 +14,7 @@ from raymerge.merge_plan.expressions import GatherInput, Read, Scales
 from raymerge.merge_plan.jobs import GatheredInput, OpJob, Taken
 from raymerge.methods import ROW_GROUP, sample_runs
 from raymerge.storage.local.buffers import buffer_nbytes
+from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.store import Extent, Range, ReadStore, coalesce
 
 _GPU_PIECE = 1 << 22
@@ -260,7 +261,8 @@ class _Rest:
 
 
 class LoadReader:
-    def __init__(self, sources: Sequence[ReadStore]) -> None:
+    def __init__(self, sources: Sequence[ReadStore], maps: PageMaps | None = None) -> None:
+        """``maps``: for cached files over buffers that it watches; None: everything is copied."""
         self.read_bytes = 0
         """Bytes wanted and read so far; holes between them are not counted."""
         self.final_bytes = 0
@@ -268,6 +270,7 @@ class LoadReader:
         self.tensor = ""
         """Name of the one that was read for last."""
         self._sources = sources
+        self._maps = maps
         self._op = -1
         self._factors: dict[int, tuple[tuple[torch.Tensor, ...], ...]] = {}
 
@@ -311,15 +314,21 @@ class LoadReader:
 
         def fetch(request: _Request) -> int:
             source, key = request.members[0].file
-            return self._sources[source].read_extent(
-                key,
-                request.extent.offset,
-                request.extent.nbytes,
-                request.region.numpy().data,
-                again=again,
-                like=_target(load, request.members),
-            )
+            store, extent, buffer = self._sources[source], request.extent, request.region.numpy().data
+            if self._maps is not None:
+                begin = (
+                    None
+                    if is_written
+                    else store.map_extent(key, extent.offset, extent.nbytes, buffer, self._maps)
+                )
+                if begin is not None:
+                    return begin
+                self._maps.release(buffer)
+            like = _target(load, request.members)
+            return store.read_extent(key, extent.offset, extent.nbytes, buffer, again=again, like=like)
 
+        # Copies are written from where they are read to, and lie there as in the file to be written.
+        is_written = any(tile.op.expression.is_copy or tile.op.need.in_place for tile in load.tiles)
         if len(requests) < 2 or not any(self._sources[each.members[0].source].is_far for each in requests):
             return [fetch(request) for request in requests]
         # Every piece has ended when the pool has, so that nothing is written to the buffer any more.

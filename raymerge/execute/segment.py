@@ -29,7 +29,7 @@ from raymerge.deferred import torch
 from raymerge.device_numerics import Fallback, return_free_memory
 from raymerge.devices import DeviceError, failure_of
 from raymerge.dtypes import DType
-from raymerge.errors import NonFiniteError
+from raymerge.errors import NonFiniteError, TransientError
 from raymerge.events import PartInHand
 from raymerge.execute.compute import Scratch
 from raymerge.execute.encoding import is_summed_at_once, warm_up_sums
@@ -44,6 +44,8 @@ from raymerge.merge_plan.jobs import Jobs, Making, OpJob
 from raymerge.merge_plan.memory import Lane as Share
 from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.tables import Plan
+from raymerge.storage.local.mapping import PageMaps
+from raymerge.storage.retry import KEPT
 from raymerge.storage.store import ReadStore, Sink
 
 _CODED_COLUMNS = 256
@@ -239,6 +241,7 @@ class SegmentRunner:
         self._costs = plan["segments"].column("cost")
         self._in_hand: dict[int, _LaneInHand] = {}
         self._lanes = threading.Semaphore(projection.lanes)
+        self._maps = PageMaps()
         self._heap = HeapWatch(projection.peak)
         self._turns = threading.Semaphore(threads)
         self._lane_state = LaneState(
@@ -303,7 +306,7 @@ class SegmentRunner:
         The note is for the receipt. ``makings`` are made in this order, and written in the order of their
         places as far as can be; None for the segment's ops, in any order."""
         with self._lanes:
-            started = time.monotonic()
+            started, lost_pages = time.monotonic(), self._maps.lost_pages
             ops = self._jobs.ops(segment) if makings is None else self._jobs.these(segment, makings)
             try:
                 reader, output = self._written(segment, ops, device, sink, in_order=makings is not None)
@@ -311,6 +314,8 @@ class SegmentRunner:
                 self._in_hand.pop(segment, None)
         for shard in sorted(output.shards):
             sink.sync(shard + UNFINISHED)
+        if self._maps.lost_pages > lost_pages:
+            self._refuse_lost_pages()
         return Receipt(
             segment=segment,
             read_bytes=reader.read_bytes,
@@ -324,10 +329,17 @@ class SegmentRunner:
             note=note,
         )
 
+    def _refuse_lost_pages(self) -> None:
+        """Raises CheckpointError: a source was cut short; TransientError: a page of one could not be read."""
+        for source in self._sources:
+            source.check_expected()
+        raise TransientError(f"a cached page of a source could not be read any more. {KEPT}")
+
     def _written(
         self, segment: int, ops: Sequence[OpJob], device: torch.device, sink: Sink, *, in_order: bool
     ) -> tuple[LoadReader, Output]:
-        reader, turn = LoadReader(self._sources), ComputePermit(self._turns)
+        maps = self._maps if device.type == "cpu" else None
+        reader, turn = LoadReader(self._sources, maps), ComputePermit(self._turns)
         equipment = self._equipment(device)
         output = Output(sink, equipment.block, turn, in_order=in_order)
         cut = read_plans(ops, self._share(device), device)
@@ -352,7 +364,12 @@ class SegmentRunner:
         limit = min(mine, share.budget) - share.write_bytes
         return Equipment(
             transfers=transfers,
-            buffer=LoadBuffer(transfers, usual_bytes=share.load_bytes, limit=limit),
+            buffer=LoadBuffer(
+                transfers,
+                usual_bytes=share.load_bytes,
+                limit=limit,
+                maps=self._maps if device.type == "cpu" else None,
+            ),
             block=transfers.buffer(share.write_bytes),
             scratch=Scratch(transfers.device),
         )

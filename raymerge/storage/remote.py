@@ -14,6 +14,7 @@ from typing import Self
 from raymerge.errors import CheckpointError
 from raymerge.storage.addresses import shown
 from raymerge.storage.local.buffers import ALIGNMENT, buffer_nbytes
+from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.local.store import as_bytes
 from raymerge.storage.retry import RetryPolicy, ends_before, reading
 from raymerge.storage.store import Buffer, FileInfo, location_below
@@ -89,6 +90,16 @@ class RemoteStore(ABC):
         begin = (offset if like is None else like) % ALIGNMENT
         self.read_into(key, offset, view[begin : begin + nbytes])
         return begin
+
+    def map_extent(
+        self,
+        key: str,  # noqa: ARG002
+        offset: int,  # noqa: ARG002
+        nbytes: int,  # noqa: ARG002
+        buffer: memoryview,  # noqa: ARG002
+        maps: PageMaps,  # noqa: ARG002
+    ) -> int | None:
+        return None
 
 
 NUM_THREADS = 4

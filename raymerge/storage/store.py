@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, Self
 
+from raymerge.storage.local.mapping import PageMaps
+
 Buffer = bytes | bytearray | memoryview
 """C-contiguous bytes to write (an array's memory, not a copy of it)."""
 
@@ -87,6 +89,12 @@ class ReadStore(Protocol):
         where they will be written. If it costs nothing, their position in a page equals that in a block of
         that file, so that they can be written without a copy. Returns position of the first byte in the
         buffer. Raises CheckpointError: as ``read_into`` does; ValueError: the buffer is too small."""
+
+    def map_extent(
+        self, key: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps
+    ) -> int | None:
+        """``read_extent`` without a copy, into a buffer that ``maps`` watches and nobody writes to: cached
+        pages of the file take the place of the buffer's. None where it is better read."""
 
     def check_expected(self) -> None:
         """Check that files read so far still have the expected versions, where reading does not check it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 from raymerge import devices
 from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
-from raymerge.errors import IncompleteError
+from raymerge.errors import CheckpointError, IncompleteError, TransientError
 from raymerge.execute import segment as segment_module
 from raymerge.execute import transfers as module
 from raymerge.execute.compute import PartComputation
@@ -32,6 +34,7 @@ from raymerge.execute.transfers import GpuTransfers, HostTransfers
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.expressions import Expression, Op, Output, Part, Read, copy_expression, gathered
 from raymerge.merge_plan.jobs import GatheredInput, Jobs
+from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.local.store import LocalStore
 
 CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
@@ -588,3 +591,84 @@ def test_the_number_of_threads_comes_back_after_a_failure() -> None:
         with pytest.raises(ValueError, match="seen: 1"), one_thread():
             raise ValueError(f"seen: {torch.get_num_threads()}")
         assert torch.get_num_threads() == 2
+
+
+# Mapped inputs
+
+
+class _Mapped(LocalStore):
+    """Notes what is mapped, and may do something just after."""
+
+    mapped = 0
+
+    def map_extent(self, *args: Any, **more: Any) -> int | None:
+        begin = super().map_extent(*args, **more)
+        if begin is not None:
+            type(self).mapped += 1
+            self.after()
+        return begin
+
+    def after(self) -> None: ...
+
+
+@pytest.fixture
+def maps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cached extent is mapped, however short, whatever file system tests run on."""
+    monkeypatch.setattr("raymerge.storage.local.store.MAP_LEAST", 1)
+    monkeypatch.setattr(PageMaps, "_maps_fast", lambda *_: True)
+    monkeypatch.setattr(_Mapped, "mapped", 0)
+
+
+def _sources(bench: Bench, store: type[LocalStore]) -> None:
+    stores = [cast(LocalStore, each) for each in bench.runner._sources]
+    expected = [{each.location(info.key): info for info in each.files()} for each in stores]
+    bench.runner._sources = [store(each.root) for each in stores]
+    for each, infos in zip(bench.runner._sources, expected, strict=True):
+        cast(Any, each)._expected = infos
+        cast(Any, each)._open_files._opened = cast(Any, each)._compare_opened
+
+
+@pytest.mark.usefixtures("maps_all")
+@pytest.mark.parametrize("name", ["linear", "ties", "passthrough"])
+def test_mapped_inputs_give_the_bytes_of_copied_ones(name: str, long: Family, tmp_path: Path) -> None:
+    """Copies are not mapped: they are written from where they are read to."""
+    copied = {"merge_method": "passthrough", "models": [{"model": str(long.base)}], "dtype": "bfloat16"}
+    receipts = []
+    for store in (LocalStore, _Mapped):
+        bench = make_bench(
+            {**recipes(long), "passthrough": copied}[name], tmp_path / store.__name__, budget=LEAST_MEMORY
+        )
+        _sources(bench, store)
+        if store is LocalStore:
+            cast(Any, bench.runner)._maps._maps_fast = lambda _: False
+        receipts.append([bench.runner.run(segment).digests for segment in bench.segments])
+    assert receipts[0] == receipts[1]
+    assert (_Mapped.mapped > 0) is (name != "passthrough")
+
+
+@pytest.mark.usefixtures("maps_all")
+def test_a_source_that_is_cut_short_while_it_is_mapped_is_named(long: Family, tmp_path: Path) -> None:
+    class Cut(_Mapped):
+        def after(self) -> None:
+            for file in self.files():
+                os.truncate(self.location(file.key), 1)
+
+    copies = [shutil.copytree(each, tmp_path / each.name) for each in (long.base, *long.tunes)]
+    bench = make_bench(recipes(Family(copies[0], tuple(copies[1:])))["linear"], tmp_path / "out")
+    _sources(bench, Cut)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        bench.runner.run(0)
+    assert Cut.mapped
+
+
+@pytest.mark.usefixtures("maps_all")
+def test_a_page_that_cannot_be_read_any_more_leaves_no_receipt(long: Family, tmp_path: Path) -> None:
+    bench = make_bench(recipes(long)["linear"], tmp_path / "out")
+
+    class Failing(_Mapped):
+        def after(self) -> None:
+            cast(Any, bench.runner)._maps.lost_pages += 1
+
+    _sources(bench, Failing)
+    with pytest.raises(TransientError, match="could not be read any more"):
+        bench.runner.run(0)

@@ -435,6 +435,19 @@ MUTATIONS = (
         f"{STORAGE} storage/test_storage_extents.py",
     ),
     Mutation("storage/local/store.py", "if path in self._lost:", "if False:", STORAGE),
+    Mutation("storage/local/mapping.py", "self.lost_pages += 1", "pass", "storage/test_storage_mapping.py"),
+    Mutation(
+        "storage/local/mapping.py",
+        "if address and self._cut(",
+        "if False and self._cut(",
+        "storage/test_storage_mapping.py",
+    ),
+    Mutation(
+        "execute/segment.py",
+        "if self._maps.lost_pages > lost_pages:",
+        "if False:",
+        "execute/test_execute_lanes.py",
+    ),
     Mutation("kernels/combine.py", "first = 1 if anchor == 0 else 0", "first = 0", METHODS),
     Mutation(
         "storage/local/store.py",

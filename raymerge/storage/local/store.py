@@ -30,6 +30,7 @@ from raymerge.storage.local.buffers import (
     round_up,
 )
 from raymerge.storage.local.copying import RangeCopier, inner_blocks, share_extents
+from raymerge.storage.local.mapping import MAP_LEAST, PageMaps
 from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, location_below
 from raymerge.units import format_size
 
@@ -272,6 +273,14 @@ class Extents:
                 done += read_fully(descriptor, offset + done, buffer[begin + done : begin + nbytes])
         return begin, done
 
+    def map(self, path: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps) -> bool:
+        """Map an extent over the begin of a buffer; False where it is not cached, or better copied."""
+        if nbytes < MAP_LEAST:
+            return False
+        with self._files.borrow(path, writable=False) as descriptor:
+            is_cached = self._residency.is_cached(descriptor, offset, nbytes)
+            return is_cached and maps.map(descriptor, offset, nbytes, buffer)
+
     def write_in_place(self, path: str, offset: int, view: memoryview) -> None:
         """Write a view: directly if it consists of whole blocks where it lies, else through the cache."""
         is_whole = not offset % ALIGNMENT and not len(view) % ALIGNMENT
@@ -490,6 +499,16 @@ class LocalStore:
         begin, done = self._read(read, path, offset)
         self._check_end(done, path, offset, nbytes)
         return begin
+
+    def map_extent(
+        self, key: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps
+    ) -> int | None:
+        path = self.location(key)
+
+        def map_pages() -> bool:
+            return self._extents.map(path, offset, nbytes, as_bytes(buffer), maps)
+
+        return offset % ALIGNMENT if self._read(map_pages, path, offset) else None
 
     def check_expected(self) -> None:
         for path in tuple(self._compared):

@@ -1,0 +1,170 @@
+"""Cached pages of files in the place of a buffer's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raymerge.storage.local import mapping
+from raymerge.storage.local import store as local_store
+from raymerge.storage.local.buffers import ALIGNMENT, address_of, aligned_buffer, buffer_nbytes
+from raymerge.storage.local.mapping import PageMaps
+from raymerge.storage.local.store import LocalStore
+
+NBYTES = 300_007
+DATA = np.random.default_rng(0).integers(0, 256, NBYTES, dtype=np.uint8).tobytes()
+PLACES = 3
+ROOM = buffer_nbytes(NBYTES)
+
+
+class Owner:
+    """What a buffer lives as long as."""
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+    """A file in the cache, on a file system that is taken for one that maps fast."""
+    monkeypatch.setattr(local_store, "MAP_LEAST", 1)
+    monkeypatch.setattr(PageMaps, "_maps_fast", lambda *_: True)
+    (tmp_path / "x").write_bytes(DATA)
+    with LocalStore(tmp_path) as found:
+        yield found
+
+
+def watched(maps: PageMaps, owner: Owner, nbytes: int = PLACES * ROOM) -> memoryview:
+    buffer = aligned_buffer(nbytes)
+    maps.watch(buffer, owner)
+    return buffer
+
+
+@st.composite
+def reads(draw: st.DrawFn) -> tuple[int, bool, int, int]:
+    """Where in the buffer, whether it may be mapped, and which bytes."""
+    offset = draw(st.integers(0, NBYTES - 1))
+    nbytes = draw(st.integers(1, NBYTES - offset))
+    place = draw(st.integers(0, (PLACES * ROOM - buffer_nbytes(nbytes)) // ALIGNMENT)) * ALIGNMENT
+    return place, draw(st.booleans()), offset, nbytes
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(reads(), min_size=2, max_size=8))
+def test_whatever_was_in_a_buffer_a_range_is_what_the_file_has(
+    store: LocalStore, steps: list[tuple[int, bool, int, int]]
+) -> None:
+    """And what was mapped or read beside it before stays what it was."""
+    maps, owner = PageMaps(), Owner()
+    buffer = watched(maps, owner)
+    there: list[tuple[int, int, int]] = []
+    for place, is_mapped, offset, nbytes in steps:
+        region = buffer[place : place + buffer_nbytes(nbytes)]
+        if is_mapped:
+            begin = store.map_extent("x", offset, nbytes, region, maps)
+        else:
+            maps.release(region)
+            begin = store.read_extent("x", offset, nbytes, region)
+        assert begin == offset % ALIGNMENT
+        end = place + len(region)
+        there = [each for each in there if each[0] >= end or each[0] + buffer_nbytes(each[2]) <= place]
+        there.append((place, offset, nbytes))
+        for first, start, count in there:
+            at = first + start % ALIGNMENT
+            assert bytes(buffer[at : at + count]) == DATA[start : start + count]
+    assert maps.lost_pages == 0
+
+
+def test_what_is_mapped_takes_no_memory_and_what_is_written_there_stays_there(store: LocalStore) -> None:
+    maps, owner = PageMaps(), Owner()
+    buffer = watched(maps, owner)
+    assert store.map_extent("x", 0, NBYTES, buffer, maps) == 0
+    kinds = dict(line.split(":") for line in pages_of(buffer) if ":" in line)
+    assert kinds["Anonymous"].split() == ["0", "kB"]
+    buffer[:5] = b"other"
+    assert bytes(buffer[:6]) == b"other" + DATA[5:6]
+    assert store.read("x", 0, NBYTES) == DATA
+
+
+def pages_of(buffer: memoryview) -> list[str]:
+    """What the system says of the mapping that a buffer begins with."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith(f"{address_of(buffer):x}-"))
+    return lines[first + 1 : first + 24]
+
+
+def test_what_is_not_cached_or_not_watched_is_better_read(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps, owner = PageMaps(), Owner()
+    buffer = watched(maps, owner)
+    assert store.map_extent("x", 0, NBYTES, aligned_buffer(ROOM), maps) is None
+    monkeypatch.setattr(local_store, "MAP_LEAST", NBYTES + 1)
+    assert store.map_extent("x", 0, NBYTES, buffer, maps) is None
+    monkeypatch.setattr(local_store, "MAP_LEAST", 1)
+    monkeypatch.setattr("raymerge.storage.local.store.Residency.is_cached", lambda *_: False)
+    assert store.map_extent("x", 0, NBYTES, buffer, maps) is None
+
+
+def test_only_where_the_file_system_s_pages_are_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(DATA)
+    for kind, is_mapped in (("tmpfs", False), ("nfs4", False), ("ext4", True), ("xfs", True)):
+        monkeypatch.setattr(mapping, "mount_of", lambda _, kind=kind: (kind, ()))
+        maps, owner = PageMaps(), Owner()
+        buffer = watched(maps, owner)
+        with LocalStore(tmp_path) as store:
+            found = store.map_extent("x", 0, NBYTES, buffer, maps)
+        assert (found is not None) is is_mapped
+
+
+def test_pages_that_a_file_loses_become_zeros_and_count(store: LocalStore) -> None:
+    maps, owner = PageMaps(), Owner()
+    buffer = watched(maps, owner)
+    assert store.map_extent("x", 0, NBYTES, buffer, maps) == 0
+    os.truncate(store.location("x"), ALIGNMENT)
+    assert bytes(buffer[: 2 * ALIGNMENT]) == DATA[:ALIGNMENT] + bytes(ALIGNMENT)
+    assert np.frombuffer(buffer, np.uint8)[2 * ALIGNMENT : NBYTES].max() == 0
+    assert maps.lost_pages == -(-NBYTES // ALIGNMENT) - 1
+
+
+def test_pages_that_are_gone_before_are_left_to_reading(store: LocalStore) -> None:
+    maps, owner = PageMaps(), Owner()
+    buffer = watched(maps, owner)
+    os.truncate(store.location("x"), ALIGNMENT)
+    assert store.map_extent("x", 0, NBYTES, buffer, maps) is None
+    buffer[:] = b"\1" * len(buffer)
+    assert maps.lost_pages == 0
+
+
+FOREIGN = """
+import mmap, os, signal, sys
+from pathlib import Path
+from raymerge.storage.local.buffers import aligned_buffer
+from raymerge.storage.local.mapping import PageMaps
+class Owner: pass
+path = Path(sys.argv[1]); path.write_bytes(bytes(1 << 20))
+file = os.open(path, os.O_RDWR)
+PageMaps._maps_fast = lambda *_: True
+maps, owner = PageMaps(), Owner()
+buffer = aligned_buffer(2 << 20)
+maps.watch(buffer, owner)
+assert maps.map(file, 0, 1 << 20, buffer)
+other = mmap.mmap(file, 1 << 20)
+if sys.argv[2] == "gone":
+    del owner
+os.truncate(path, 0)
+print((buffer if sys.argv[2] == "gone" else other)[8192])
+"""
+
+
+@pytest.mark.parametrize("which", ["other", "gone"])
+def test_faults_of_others_are_for_whoever_was_asked_before(which: str, tmp_path: Path) -> None:
+    """Here for the system, which ends the process; also where the buffer's owner is gone."""
+    done = subprocess.run([sys.executable, "-c", FOREIGN, tmp_path / "f", which], capture_output=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGBUS, b""), done.stderr
