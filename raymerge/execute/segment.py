@@ -11,6 +11,7 @@ Before the first segment everything is made ready that the plan's methods comput
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -143,12 +144,16 @@ class Resident(NamedTuple):
         return self.now - self.shared
 
 
+_RESIDENT = re.compile(rb"^(Vm\w+|Rss\w+):\s*(\d+) kB$", re.MULTILINE)
+
+
 def _resident_bytes() -> Resident:
     try:
         with open("/proc/self/status", "rb", buffering=0) as file:
-            lines = dict(line.split(b":", 1) for line in file.read(1 << 14).splitlines())
+            # Every load asks: a few lines, rather than all taken apart.
+            lines = dict(_RESIDENT.findall(file.read(1 << 14)))
         names = (b"VmRSS", b"VmHWM", b"RssFile", b"RssShmem")
-        now, most, of_files, shared = (int(lines[name].split()[0]) << 10 for name in names)
+        now, most, of_files, shared = (int(lines[name]) << 10 for name in names)
     except (OSError, KeyError):  # not Linux
         memory = psutil.Process().memory_info()
         return Resident(int(memory.rss), 0, int(getattr(memory, "shared", 0)))
