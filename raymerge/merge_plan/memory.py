@@ -136,7 +136,7 @@ def gather_needs(plan: Plan) -> list[GatherNeed]:
     return needs
 
 
-LOAD_MOST = 8 << 20
+LOAD_MOST = 16 << 20
 """Stored bytes that are read at once; more only costs cache. An op that is read once for several passes may
 be more."""
 WRITE_MOST = 4 << 20
