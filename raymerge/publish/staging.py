@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from raymerge.checkpoints.adapters import ADAPTER_WEIGHTS_FILE
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, INDEX_FILE, MODEL_CARD, SAFETENSORS
 from raymerge.checkpoints.source import CONFIG_FILE
-from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError
+from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError, TransientError
 from raymerge.execute.receipts import UNFINISHED
 from raymerge.merge_plan.tables import Plan, load_plan, save_plan
 from raymerge.options import RunOptions
@@ -658,6 +658,11 @@ def check_writable(writer: ObjectWriter) -> None:
         writer.put_new(key, b"raymerge looks whether it can write here\n", stamp=run)
         is_refused = writer.put_new(key, b"") is None
         info = writer.info(key)
+    except TransientError as error:
+        if (kms_key := parse_place(writer.place).options.kms_key) is None:
+            raise
+        remedy = "A server without a key service may answer so: then take kms_key out of storage:."
+        raise TransientError(f"{error} It was asked to encrypt with {kms_key}. {remedy}") from error
     finally:
         writer.delete([key])
     if not is_refused:

@@ -39,7 +39,7 @@ class RayHead:
 @contextmanager
 def ray_head(*, cpus: int = 2) -> Iterator[RayHead]:
     token, directory = secrets.token_hex(32), Path(tempfile.mkdtemp(prefix="rmhead-", dir="/tmp"))
-    ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+    ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
         "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--include-dashboard=true",
@@ -92,7 +92,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

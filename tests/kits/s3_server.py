@@ -1,8 +1,9 @@
 """An S3 server on this machine that fails when told to, and says what was asked of it.
 
-moto keeps the objects; in front of it stands a proxy, which counts requests and injects faults. The proxy
-also mends two answers of moto: to CompleteMultipartUpload, whose root element is not that of S3, and to parts
-of uploads that were aborted, which moto stumbles over. An abort that meets parts may be answered with 500.
+moto keeps the objects, or a server of its own (``seaweed_server``). In front stands a proxy, which counts
+requests and injects faults. It also mends two answers of moto: to CompleteMultipartUpload, whose root element
+is not that of S3, and to parts of uploads that were aborted, which moto stumbles over. An abort that meets
+parts may be answered with 500.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,6 +40,7 @@ ENVIRONMENT = {
 _CHUNK = 64 << 10
 _HOP = frozenset({"connection", "host", "keep-alive", "transfer-encoding", "content-length"})
 
+Answer = tuple[int, Sequence[tuple[str, str]], bytes]
 Kind = Literal["error", "throttle", "forbid", "reset", "lose", "cut", "tear", "long", "delay", "hang"]
 
 
@@ -80,19 +83,16 @@ class Fault:
 
 
 @dataclass
-class S3Server:
+class S3Server(ABC):
     endpoint: str
     behind: str
-    """Where moto answers without a fault and without a note of it."""
-    moto: Any
-    """The same, called in this process."""
+    """Where the real server answers without a fault and without a note of it."""
     bucket: str = BUCKET
     requests: list[Request] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     most_at_once: int = 0
     now: int = 0
-    page: int | None = None
     before: Callable[[str, str], None] | None = None
     drops: str | None = None
 
@@ -111,7 +111,7 @@ class S3Server:
         with self.lock:
             self.requests.clear()
             self.faults.clear()
-            self.before = self.page = self.drops = None
+            self.before = self.drops = None
             self.most_at_once = 0
 
     def client(self) -> Any:
@@ -141,34 +141,65 @@ class S3Server:
 
     def empty(self) -> None:
         self.calm()
-        self._bucket.keys.clear()
+        self.delete()
+
+    @abstractmethod
+    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Status, headers and body of the real server's answer to a request."""
+
+    @abstractmethod
+    def delete(self) -> None:
+        """Delete every object."""
+
+    @abstractmethod
+    def objects(self, prefix: str = "") -> dict[str, bytes]: ...
+
+    @abstractmethod
+    def uploads(self) -> list[str]:
+        """Keys of uploads that are not complete, sorted."""
+
+    @abstractmethod
+    def abort_uploads(self, prefix: str) -> list[str]: ...
+
+    def asked(self, method: str, key: str = "") -> list[Request]:
+        with self.lock:
+            return [each for each in self.requests if each.method == method and key in each.key]
+
+
+@dataclass
+class MotoServer(S3Server):
+    moto: Any = None
+    """The server, called in this process."""
+
+    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        answer = self.moto.open(
+            path, base_url=self.endpoint, method=method, headers=headers, data=body, buffered=True
+        )
+        return answer.status_code, list(answer.headers.items()), answer.get_data()
+
+    def delete(self) -> None:
+        self._memory.keys.clear()
 
     def objects(self, prefix: str = "") -> dict[str, bytes]:
-        return {key: self._bucket.keys[key].value for key in self._keys(prefix)}
-
-    def _keys(self, prefix: str) -> list[str]:
-        return sorted(key for key in [*self._bucket.keys] if key.startswith(prefix))
+        keys = sorted(key for key in [*self._memory.keys] if key.startswith(prefix))
+        return {key: self._memory.keys[key].value for key in keys}
 
     def uploads(self) -> list[str]:
-        return sorted(each.key_name for each in [*self._bucket.multiparts.values()])
+        return sorted(each.key_name for each in [*self._memory.multiparts.values()])
 
     def abort_uploads(self, prefix: str) -> list[str]:
-        left = [each for each in [*self._bucket.multiparts.values()] if each.key_name.startswith(prefix)]
+        left = [each for each in [*self._memory.multiparts.values()] if each.key_name.startswith(prefix)]
         for each in left:
-            del self._bucket.multiparts[each.id]
+            del self._memory.multiparts[each.id]
         return [each.key_name for each in left]
 
     @property
-    def _bucket(self) -> Any:
+    def _memory(self) -> Any:
         """The bucket in moto's memory."""
         from moto.core import DEFAULT_ACCOUNT_ID
         from moto.s3.models import s3_backends
 
         return s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[self.bucket]
-
-    def asked(self, method: str, key: str = "") -> list[Request]:
-        with self.lock:
-            return [each for each in self.requests if each.method == method and key in each.key]
 
 
 @contextmanager
@@ -185,16 +216,24 @@ def s3_server() -> Iterator[S3Server]:
     moto = create_backend_app("s3")
     behind = make_server("127.0.0.1", 0, moto, threaded=True, request_handler=MotoRequestHandler)
     with pytest.MonkeyPatch.context() as patch, serving(behind):
+        patch.setattr("moto.core.serialize.parse_to_aware_datetime", cache(parse_to_aware_datetime))
+        server = MotoServer("", f"http://127.0.0.1:{behind.port}", moto=Client(moto, use_cookies=False))
+        with in_front(server):
+            yield server
+
+
+@contextmanager
+def in_front(server: S3Server) -> Iterator[None]:
+    """Put the proxy before a server, and its credentials into the environment."""
+    with pytest.MonkeyPatch.context() as patch:
         # moto reads credentials itself.
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.setattr("moto.core.serialize.parse_to_aware_datetime", cache(parse_to_aware_datetime))
         patch.setattr(store, "_boto3_provider", _once(store._boto3_provider))
         patch.setattr(writer, "_client", _once(writer._client))
-        server = S3Server("", f"http://127.0.0.1:{behind.port}", Client(moto, use_cookies=False))
         server.client().create_bucket(Bucket=server.bucket)
         with listening(_Proxy, s3=server) as server.endpoint:
-            yield server
+            yield
 
 
 def _once(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,17 +305,8 @@ class _Proxy(Handler):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
         if self.s3.drops is not None:
             headers = {name: each for name, each in headers.items() if not name.startswith(self.s3.drops)}
-        path = self.path if self.s3.page is None else f"{self.path}&max-keys={self.s3.page}"
         try:
-            answer = self.s3.moto.open(
-                path,
-                base_url=self.s3.endpoint,
-                method=self.command,
-                headers=headers,
-                data=body,
-                buffered=True,
-            )
-            status, said, data = answer.status_code, list(answer.headers.items()), answer.get_data()
+            status, said, data = self.s3.answer(self.command, self.path, headers, body)
         except Exception:
             status, said, data = 500, [], b""
         if end == "lose":

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from kits.merge_cases import Family, make_family
-from kits.s3_server import S3Server, s3_server
+from kits.s3_server import S3Server
+from kits.seaweed_server import S3_SERVERS, any_s3_server
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +50,9 @@ def ray_cluster() -> Iterator[Any]:
         connection.close()
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[S3Server]:
-    with s3_server() as found:
+@pytest.fixture(scope="session", params=S3_SERVERS)
+def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
+    with any_s3_server(request.param) as found:
         yield found
 
 

@@ -20,7 +20,7 @@ from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.marks import slow_but
 from kits.merge_cases import INLINE, NOT_REPRODUCED, Family, digests, make_family, merge, recipes
 from kits.quantised_merges import MAKERS
-from kits.s3_server import ENVIRONMENT, S3Server
+from kits.s3_server import ENVIRONMENT, MotoServer, S3Server
 
 from raymerge.api import extract_lora, plan, submit, verify
 from raymerge.errors import (
@@ -31,6 +31,7 @@ from raymerge.errors import (
     OptionError,
     RaymergeError,
     TargetError,
+    TransientError,
     VerificationError,
 )
 from raymerge.events import Event, Planned, Published, SegmentDone, ShardDone, Started
@@ -42,8 +43,10 @@ from raymerge.publish.lease import LeaseObject, leased, myself
 from raymerge.publish.object_shards import shard_orders, stamp_of
 from raymerge.publish.record import RemoteLedger
 from raymerge.publish.staging import RemoteStaging
+from raymerge.storage.addresses import with_options
 from raymerge.storage.objects import writer as stream
 from raymerge.storage.objects.writer import ObjectWriter
+from raymerge.storage.retry import RetryPolicy
 from raymerge.verifier.load import copy_to_load
 
 INDEX = "out/model.safetensors.index.json"
@@ -73,8 +76,10 @@ def _digests(s3: S3Server, prefix: str = "out") -> dict[str, str]:
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def parts(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of 400 kB are uploads of several parts, as larger ones are."""
+    if not isinstance(server, MotoServer):
+        pytest.skip("it takes no parts of less than 5 MiB, as S3 itself")
     monkeypatch.setattr(stream, "SMALLEST_PART", _PART)
     monkeypatch.setattr(moto_s3, "S3_UPLOAD_PART_MIN_SIZE", 1)
 
@@ -333,21 +338,33 @@ def _reached(s3: S3Server, folder: Path) -> tuple[str, str]:
     return "--profile", str(path)
 
 
-_IN_PARTS = f"""
+_IN_PARTS = """
+from raymerge.storage.addresses import with_options
 from raymerge.storage.objects import writer as stream
-stream.SMALLEST_PART = {_PART}
+stream.SMALLEST_PART = {}
 from raymerge.cli.main import main
 main()
 """
 
 
+@pytest.fixture
+def parted(
+    request: pytest.FixtureRequest, server: S3Server, recipe: dict[str, Any], tmp_path: Path
+) -> tuple[dict[str, Any], int]:
+    """A merge into shards of several parts, and how many bytes a part has at least."""
+    if isinstance(server, MotoServer):
+        request.getfixturevalue("parts")
+        return {**recipe, "shard_size": "150KB"}, _PART
+    family = make_family(tmp_path / "family", hidden=512, layers=8)
+    return {**recipes(family)["linear"], "shard_size": "6MB"}, 5 << 20
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_that_was_killed_or_told_to_end_is_resumed_by_any_machine(
-    number: signal.Signals, s3: S3Server, recipe: dict[str, Any], tmp_path: Path
+    number: signal.Signals, s3: S3Server, parted: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    recipe = {**recipe, "shard_size": "150KB"}
+    recipe, part = parted
     num_shards = len(plan(recipe)["shards"])
     drivers: list[subprocess.Popen[bytes]] = []
 
@@ -361,11 +378,8 @@ def test_a_driver_that_was_killed_or_told_to_end_is_resumed_by_any_machine(
     (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
     command = ["submit", "recipe.yml", "-o", "s3://models/out", *_reached(s3, tmp_path), "--inline", "--json"]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path)}
-    drivers.append(
-        subprocess.Popen(
-            [sys.executable, "-c", _IN_PARTS, *command], cwd=tmp_path, env=settings, stdout=subprocess.DEVNULL
-        )
-    )
+    whole = [sys.executable, "-c", _IN_PARTS.format(part), *command]
+    drivers.append(subprocess.Popen(whole, cwd=tmp_path, env=settings, stdout=subprocess.DEVNULL))
     is_killed = number == signal.SIGKILL
     assert drivers[0].wait(60) == (-number if is_killed else 3)
     assert INDEX not in s3.objects("out/")
@@ -583,6 +597,14 @@ def test_places_that_cannot_be_written_to(
     monkeypatch.setattr(staging_module, "LARGEST_OBJECT", 1 << 40)
     told(s3.place("out"), TargetError, "this store has no conditional writes")
     assert s3.objects("out/") == {}
+
+
+def test_a_store_that_fails_where_a_key_is_named_says_which(s3: S3Server) -> None:
+    s3.fail("error", method="PUT", times=99)
+    place = with_options("s3://models/out", replace(s3.options, kms_key="alias/models"))
+    writer = ObjectWriter(place, retry_policy=RetryPolicy(sleep=lambda _: None))
+    with pytest.raises(TransientError, match=r"encrypt with alias/models\. .* take kms_key out of storage:"):
+        staging_module.check_writable(writer)
 
 
 def test_results_between_want_a_directory(s3: S3Server, medium: Family) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -13,10 +14,10 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import moto.s3.models as moto_s3
 import pytest
 from kits.marks import slow_but
-from kits.s3_server import S3Server, s3_server
+from kits.s3_server import ENVIRONMENT, MotoServer, S3Server
+from kits.seaweed_server import S3_SERVERS, any_s3_server
 from moto.s3.models import FakeMultipart
 
 from raymerge.errors import (
@@ -43,9 +44,9 @@ LARGE = os.urandom((9 << 20) + 17)
 SMALL = b"small"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as found:
+@pytest.fixture(scope="module", params=S3_SERVERS)
+def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
+    with any_s3_server(request.param) as found:
         found.put("model/large.bin", LARGE)
         found.put("model/small.txt", SMALL)
         found.put("model/sub/more.txt", SMALL)
@@ -222,17 +223,26 @@ def test_a_server_that_is_not_there(s3: S3Server, monkeypatch: pytest.MonkeyPatc
 def test_without_a_signature(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    s3.client().put_object(Bucket=s3.bucket, Key="model/public", Body=SMALL, ACL="public-read")
+    s3.put("model/public", SMALL)
+    readable = f"arn:aws:s3:::{s3.bucket}/model/public"
+    statement = {"Effect": "Allow", "Principal": "*", "Action": "s3:*", "Resource": readable}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    s3.client().put_bucket_policy(Bucket=s3.bucket, Policy=policy)
     with open_store(_named(s3, anonymous=True)) as store:
         assert store.read("public", 0, 5) == SMALL
+    s3.client().delete_bucket_policy(Bucket=s3.bucket)
     s3.client().delete_object(Bucket=s3.bucket, Key="model/public")
 
 
 def test_the_profile_of_a_user_gives_credentials(s3: S3Server, tmp_path: Any, monkeypatch: Any) -> None:
     path = tmp_path / "credentials"
-    path.write_text("[mine]\naws_access_key_id = AKIDMINE\naws_secret_access_key = secret\n")
+    pair = [
+        f"{name.lower()} = {ENVIRONMENT[name]}" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    ]
+    path.write_text("\n".join(("[mine]", *pair)))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with open_store(_named(s3, profile="mine")) as store:
         assert store.read("small.txt", 0, 5) == SMALL
 
@@ -263,22 +273,22 @@ def test_a_package_that_is_not_installed(scheme: str, extra: str, monkeypatch: p
         open_store(f"{scheme}://bucket/x").files()
 
 
-PART = 256 << 10
+# The smallest that servers take.
+PART = 5 << 20
 LONG = os.urandom(2 * PART + 100_005)
-PIECE = 123_457
+PIECE = 1_234_567
 
 
-@pytest.fixture(scope="module")
-def writers_server() -> Iterator[S3Server]:
-    with s3_server() as found:
+@pytest.fixture(scope="module", params=S3_SERVERS)
+def writers_server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
+    with any_s3_server(request.param) as found:
         yield found
 
 
 @pytest.fixture
 def writers_s3(writers_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server where objects of a few hundred kilobytes are uploads of several parts."""
+    """A server where objects of a few megabytes are uploads of several parts."""
     monkeypatch.setattr(object_stream, "SMALLEST_PART", PART)
-    monkeypatch.setattr(moto_s3, "S3_UPLOAD_PART_MIN_SIZE", 1)
     writers_server.calm()
     yield writers_server
     writers_server.calm()
@@ -470,6 +480,8 @@ def test_an_abort_that_fails_for_a_moment_is_made_again(
     writers_s3: S3Server, writer: ObjectWriter, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that meets parts on their way may."""
+    if not isinstance(writers_s3, MotoServer):
+        pytest.skip("only moto can be made to stumble")
     dispose, stumbled = FakeMultipart.dispose, []
 
     def stumble(upload: FakeMultipart) -> None:
@@ -492,6 +504,8 @@ def test_an_abort_that_fails_for_a_moment_is_made_again(
 
 
 def test_objects_are_encrypted_with_the_key_that_is_named(writers_s3: S3Server) -> None:
+    if not isinstance(writers_s3, MotoServer):
+        pytest.skip("it has no key service")
     options = replace(writers_s3.options, kms_key="alias/models")
     writer = ObjectWriter(with_options(f"s3://{writers_s3.bucket}/written", options))
     _written(writer, "large", LONG)

@@ -402,7 +402,7 @@ class ObjectWriter:
 def unconditional(location: str) -> errors.Problem:
     what = "this store has no conditional writes, so that two runs could not be told apart."
     return errors.Problem(
-        location, what, "Take a store that has them (S3, GCS, Azure, MinIO), or a local directory."
+        location, what, "Take a store that has them (S3, GCS, Azure, MinIO, SeaweedFS), or a local directory."
     )
 
 
