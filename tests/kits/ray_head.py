@@ -98,3 +98,9 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def own_address() -> str:
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from kits.merge_cases import digests, make_family, merge, recipes
+from kits.ray_head import own_address
 
 pytestmark = [pytest.mark.ray, pytest.mark.service]
 
@@ -57,7 +58,7 @@ def growing_cluster(place: Path, *, most: int) -> Iterator[GrowingCluster]:
     environment = {**os.environ, **secret, "PYTHONPATH": os.pathsep.join(sys.path)}
     told = {"RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     told |= {"RAY_CLOUD_INSTANCE_ID": _HEAD, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD}
-    address = f"{_own_address()}:{port}"
+    address = f"{own_address()}:{port}"
     (place / "cluster.json").write_text(json.dumps(_config(address, most)))
     command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head"]
     command += ["--block", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
@@ -75,12 +76,6 @@ def growing_cluster(place: Path, *, most: int) -> Iterator[GrowingCluster]:
         yield GrowingCluster(address, environment)
     finally:
         _end(head)
-
-
-def _own_address() -> str:
-    from ray.util import get_node_ip_address
-
-    return str(get_node_ip_address())
 
 
 def _config(address: str, most: int) -> dict[str, Any]:
@@ -106,7 +101,7 @@ def _await(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
     ends_at = time.monotonic() + _START_SECONDS
     while True:
         assert head.poll() is None, said.read_text()
-        with suppress(OSError), socket.create_connection((_own_address(), port), timeout=1):
+        with suppress(OSError), socket.create_connection((own_address(), port), timeout=1):
             return
         assert time.monotonic() < ends_at, said.read_text()
         time.sleep(0.1)
