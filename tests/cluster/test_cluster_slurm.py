@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -135,6 +136,14 @@ def test_a_signal_stops_the_driver_and_has_the_job_queued_again_where_it_should(
     said = allocation.said.read_text()
     assert "told" in said
     assert ("scontrol requeue" in said) == requeued
+
+
+def test_a_ray_that_does_not_start_is_not_waited_for(tmp_path: Path) -> None:
+    programs = {"ray": "#!/bin/bash\nexit 1\n", "python": QUIET}
+    with _Allocation(tmp_path, "first", programs).job("recipe.yml", "/out") as job:
+        text, _ = job.communicate(timeout=20)
+    assert job.returncode == 1
+    assert re.search(r"Ray ended on a node before all were there; \S+-ray\.log tells why", text)
 
 
 def test_it_says_how_it_is_used(tmp_path: Path) -> None:
