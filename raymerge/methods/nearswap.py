@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from raymerge.deferred import torch
-from raymerge.device_numerics import divisor
 from raymerge.methods import loops
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter
@@ -36,7 +35,7 @@ def swap_near(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tenso
 def swap_near_in_torch(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tensor:
     change = source - base
     share = change.abs().clamp_min_(_LEAST)
-    torch.div(divisor(t, share), share, out=share).clamp_(0.0, 1.0)
+    torch.div(torch.full_like(share[:1], t), share, out=share).clamp_(0.0, 1.0)
     swapped = share >= 0.5
     change.mul_(share.neg_().add_(swapped))
     # Subtracted, and as 0.0 rather than -0.0: no difference must not turn -0.0 into 0.0.
