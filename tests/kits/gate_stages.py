@@ -96,14 +96,14 @@ class Made:
     num_units: int
 
 
-def make(stage: Stage, staging: Path, *, backwards: bool = False) -> Made:
+def make(stage: Stage, staging: Path, *, backwards: bool = False, device: torch.device = CPU) -> Made:
     staging.mkdir(parents=True, exist_ok=True)
     work = gate_work(stage)
     work.check()
     numbers, budget = range(work.num_units), max(work.least_budget(), 1 << 20)
     with one_thread():
         for number in reversed(numbers) if backwards else numbers:
-            work.unit(number, staging=staging, device=CPU, budget=budget, tell=lambda _: None)
+            work.unit(number, staging=staging, device=device, budget=budget, tell=lambda _: None)
         told = work.conclude(staging)
     report = json.loads(json.dumps(told))
     path = staging / RESULT_FILE
