@@ -1,4 +1,4 @@
-"""What is computed besides segments, on the simulated GPU: router rows, orders of experts, adapters, tokens."""
+"""What is computed besides segments, on the simulated GPU: router rows, orders of experts, adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kits.checkpoint_maker import tiny_llama
 from kits.gate_stages import make, reading_base, stage_of, three_experts
 from kits.marks import slow_but
 from kits.merge_cases import make_family, merge, recipes
-from kits.simulated_gpu import SimulatedGpu, simulated_gpu, without_gpu
+from kits.simulated_gpu import simulated_gpu, without_gpu
 from kits.transplants import BYTE_LEVEL, METASPACE, byte_level, metaspace, plain_text, transplant, write_model
 
 import raymerge

@@ -1,47 +1,41 @@
-"""A worker of Ray with the simulated GPU: on a cluster that has one, and in processes of its own."""
+"""Workers of Ray that have the simulated GPU, on a cluster that offers it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from kits.merge_cases import make_family, merge
+from kits.merge_cases import make_family, merge, receipts_of, recipes
 from kits.simulated_gpu import without_gpu
 
 pytestmark = [pytest.mark.ray, without_gpu]
 
 TESTS = Path(__file__).resolve().parents[1]
-DRIVER = """
-import functools, json, sys
-import ray
-from kits.merge_cases import make_family, merge, recipes, Family
-from raymerge.events import Started, SegmentDone
-from raymerge.options import RunOptions
-from raymerge.runtime.workers import ray_pool
-from raymerge.runtime.workers.ray_pool import RayPool
-from raymerge.runtime.workers.worker import MergeWorker
 
-def on_simulated_gpu():
-    # In here, so that Ray sends the class itself.
-    class OnSimulatedGpu(MergeWorker):
-        def __init__(self, *args):
-            from kits.simulated_gpu import simulated_gpu
 
-            self._simulation = simulated_gpu(seed=1)
-            self._gpu = self._simulation.__enter__()
-            super().__init__(*args)
-
-    return OnSimulatedGpu
-
-ray_pool.RayPool = functools.partial(RayPool, worker=on_simulated_gpu())
-ray.init = functools.partial(ray.init, num_gpus=1)
-recipe, outs = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-for device, out in outs.items():
-    made = merge(recipe, out, RunOptions(device=device, memory=64 << 20))
-    (started,) = made.of(Started)
-    peak = max(each.receipt.peak_device for each in made.of(SegmentDone))
-    print(json.dumps([started.device, started.device_reason, started.workers, peak]))
-"""
+def test_a_worker_gives_the_bytes_of_the_processor(tmp_path: Path) -> None:
+    """Asked for a GPU, and free to take it."""
+    made = recipes(make_family(tmp_path / "models", layers=1))
+    cases = {"ties": "cuda", "iso_c": "auto"}
+    jobs = [(made[name], device, str(tmp_path / name)) for name, device in cases.items()]
+    # The driver, and the workers that it starts.
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    found = subprocess.run(
+        [sys.executable, "-m", "kits.gpu_worker", json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert found.returncode == 0, found.stderr
+    started = [json.loads(line) for line in found.stdout.splitlines()]
+    assert started == [["cuda", ""], ["cuda", "iso_c decomposes matrices"]]
+    for name in cases:
+        merge(made[name], tmp_path / f"{name} alone")
+        alone, together = (tmp_path / each / "model.safetensors" for each in (f"{name} alone", name))
+        assert together.read_bytes() == alone.read_bytes()
+        receipts = receipts_of(tmp_path / name)
+        assert all(each["peak_device"] > 0 and not each["note"] for each in receipts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,6 +210,14 @@ def flip(path: Path, offset: int = -1) -> None:
 
 def least_memory(recipe: Mapping[str, Any]) -> int:
     return project(plan(recipe), LEAST_MEMORY).least_budget
+
+
+def receipts_of(output: Path) -> list[dict[str, Any]]:
+    """The receipts of a finished merge: at least one."""
+    records = map(json.loads, (output / "raymerge" / "ledger.jsonl").read_text().splitlines())
+    found = [each["receipt"] for each in records if "receipt" in each]
+    assert found
+    return found
 
 
 def digests(output: Path) -> dict[str, str]:
