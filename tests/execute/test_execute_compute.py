@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.marks import slow_but
-from kits.merge_cases import Family, make_family, recipes
-from kits.segment_bench import make_bench
 
-from raymerge import device_numerics
 from raymerge.checkpoints.quantisation.encoding import Encoding, Format, encoding_of, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
@@ -26,11 +22,9 @@ from raymerge.checkpoints.views import View
 from raymerge.devices import DeviceError
 from raymerge.dtypes import DType
 from raymerge.execute import segment
-from raymerge.execute import segment as segment_module
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import decode, encode, rounded
 from raymerge.execute.segment import HeapWatch, Resident, warm_up
-from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.merge_plan.expressions import (
     Expression,
@@ -175,68 +169,6 @@ def test_a_gpu_that_cannot_be_begun_with_is_told_apart() -> None:
         pytest.skip("there is a GPU here")
     with pytest.raises(DeviceError):
         warm_up([], torch.device("cuda"))
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return make_family(tmp_path_factory.mktemp("models"), hidden=64)
-
-
-def _fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
-    """A machine whose GPU fails like that; the devices that are warmed up."""
-    found: list[str] = []
-
-    def warm(_: object, device: torch.device) -> None:
-        found.append(device.type)
-        if device.type == "cuda":
-            raise error
-
-    monkeypatch.setattr(segment_module, "warm_up", warm)
-    return found
-
-
-def test_a_gpu_that_fails_at_once_leaves_every_segment_to_the_processor(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = make_bench(recipes(family)["linear"], tmp_path / "alone")
-    alone = [expected.runner.run(number) for number in expected.segments]
-    found = _fails(monkeypatch, DeviceError("CUDA unknown error\nmore of it"))
-    bench = make_bench(recipes(family)["linear"], tmp_path / "gpu", device="cuda")
-    receipts = [bench.runner.run(number) for number in bench.segments]
-    assert found == ["cuda", "cpu"]
-    assert {each.note for each in receipts} == {"the GPU failed: CUDA unknown error"}
-    assert [each.digests for each in receipts] == [each.digests for each in alone]
-
-
-def test_a_gpu_whose_memory_is_taken_is_tried_by_the_segments(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = _fails(monkeypatch, torch.OutOfMemoryError("CUDA out of memory."))
-    bench = make_bench(recipes(family)["linear"], tmp_path, device="cuda")
-    tried: list[str] = []
-
-    def transfers(device: torch.device) -> Any:
-        tried.append(device.type)
-        if device.type == "cuda":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB.")
-        return whole(device)
-
-    whole = transfers_for
-    monkeypatch.setattr(segment_module, "transfers_for", transfers)
-    monkeypatch.setattr(device_numerics, "check_full_float32", lambda _: None)
-    note = bench.runner.run(0).note
-    assert note.startswith("the GPU has too little memory: CUDA out of memory.")
-    assert (found, tried) == (["cuda", "cpu"], ["cuda", "cpu"])
-
-
-def test_a_defect_of_a_method_ends_the_worker(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU as on a processor: no note may hide it."""
-    found = _fails(monkeypatch, ValueError("no such axis"))
-    with pytest.raises(ValueError, match="no such axis"):
-        make_bench(recipes(family)["linear"], tmp_path, device="cuda")
-    assert found == ["cuda"]
 
 
 @pytest.mark.parametrize("form", list(formats()))

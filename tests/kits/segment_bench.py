@@ -88,18 +88,18 @@ class Buffers:
     def __init__(self) -> None:
         self.most = 0
         self.made = 0
-        self._live = 0
+        self.live = 0
 
     def make(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         memory = np.frombuffer(aligned_buffer(nbytes), dtype=np.uint8)
         self.made += 1
-        self._live += memory.nbytes
-        self.most = max(self.most, self._live)
+        self.live += memory.nbytes
+        self.most = max(self.most, self.live)
         weakref.finalize(memory, self._gone, memory.nbytes)
         return memory
 
     def _gone(self, nbytes: int) -> None:
-        self._live -= nbytes
+        self.live -= nbytes
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kits.adapter_maker import peft_merge
 from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint
 from kits.command_line import run_command
+from kits.simulated_gpu import simulated_gpu, without_gpu
 from rich.status import Status
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -333,6 +334,7 @@ class TestRefusals:
             extract_lora(text, tiny_llama(tmp_path / "base", 0), tmp_path / "out")
 
 
+@without_gpu
 @pytest.mark.parametrize(
     ("error", "failed"),
     [
@@ -341,23 +343,12 @@ class TestRefusals:
     ],
 )
 def test_matrices_that_a_gpu_fails_at_are_decomposed_on_the_processor(
-    error: Exception, failed: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, failed: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     expected = extract_lora(*pair, tmp_path / "expected", options(8))
-    read = matrices._as_tensor
-
-    class OnGpu(torch.Tensor):
-        """A stored tensor that does not get to the GPU."""
-
-        def to(self, device: torch.device, *others: Any) -> torch.Tensor:  # type: ignore[override]
-            if device.type == "cuda":
-                raise error
-            return self.as_subclass(torch.Tensor).to(device, *others)
-
-    monkeypatch.setattr(matrices, "_as_tensor", lambda *args: read(*args).as_subclass(OnGpu))
-    monkeypatch.setattr("raymerge.devices.find_gpu", lambda: torch.device("cuda"))
-    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
-    found = extract_lora(*pair, tmp_path / "found", replace(options(8), device="cuda"))
+    with simulated_gpu() as gpu:
+        gpu.fault = lambda name: error if name == "sub_" else None
+        found = extract_lora(*pair, tmp_path / "found", replace(options(8), device="cuda"))
     first, second = (tmp_path / each / "adapter_model.safetensors" for each in ("expected", "found"))
     assert first.read_bytes() == second.read_bytes()
     (note,) = set(found.notes) - set(expected.notes)

@@ -25,7 +25,7 @@ processor's, and bytes are equal to the processor's where a GPU's are close), ke
 GPUs, processes that share one, and how long anything takes. Memory is poisoned rather than handed out again.
 """
 
-from kits.simulated_gpu.gpu import SimulatedGpu
+from kits.simulated_gpu.gpu import SimulatedGpu, never
 from kits.simulated_gpu.installation import simulated_gpu, without_gpu
 
-__all__ = ["SimulatedGpu", "simulated_gpu", "without_gpu"]
+__all__ = ["SimulatedGpu", "never", "simulated_gpu", "without_gpu"]

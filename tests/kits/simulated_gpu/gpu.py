@@ -163,6 +163,11 @@ class SimulatedGpu:
         self._pinned[place] = weakref.ref(memory, lambda _: self._pinned.pop(place, None))
         return torch.from_numpy(memory)
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory that are in use."""
+        return sum(memory.nbytes for each in self._pinned.values() if (memory := each()) is not None)
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
