@@ -10,15 +10,13 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import yaml
 
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.deploy.profiles import Profile
-from raymerge.deploy.targets.target import choose as choose_target
 from raymerge.diagnosis.check import Check
-from raymerge.diagnosis.diagnosis import diagnose as examine_all
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import OnEvent, RayLeftOut
@@ -68,6 +66,9 @@ from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, copy_to_load, load_checkpoint
 from raymerge.verifier.measurements import Report
 from raymerge.verifier.structure import Verdict, verify_structure
+
+if TYPE_CHECKING:
+    from raymerge.deploy.profiles import Profile
 
 _MOST_THREADS = 8
 _NOWHERE: Mapping[str, str] = MappingProxyType({})
@@ -511,6 +512,9 @@ def diagnose(
     """What would hinder a merge: this machine, the place, and the cluster that address or profile name.
 
     Nothing is waited for without a limit. Raises OptionError: profile and address contradict each other."""
+    from raymerge.deploy.targets.target import choose as choose_target
+    from raymerge.diagnosis.diagnosis import diagnose as examine_all
+
     where = choose_target(profile, None, address)
     return tuple(examine_all(where, [place], os.environ))
 

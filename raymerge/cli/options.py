@@ -119,9 +119,11 @@ def planned_options(
     path: str | None, memory: int | None, steps: str | None = None
 ) -> tuple[RunOptions, str | None]:
     """Run options and the output place of the profile, for a plan that is only shown."""
-    from raymerge.deploy.profiles import Profile, load_profile
+    if path is None:
+        return RunOptions(**given(memory=memory, steps=steps)), None
+    from raymerge.deploy.profiles import load_profile
 
-    profile = Profile() if path is None else load_profile(path)
+    profile = load_profile(path)
     # Whatever the target, workers elsewhere are those of a cluster that the driver is in.
     address = None if profile.target == "local" else "auto"
     return options_from(profile, given(memory=memory, steps=steps), address=address), profile.output

@@ -38,6 +38,8 @@ class Sample:
     system, and memory that they share, which counts in each that has touched it."""
     projected: int | None = None
     """Bytes above an idle worker that it said beforehand it would use at most; None if it said nothing."""
+    steps: Mapping[str, float] = field(default_factory=dict)
+    """Seconds from the command to the last event of each kind, and as ``begun`` to a part's first byte."""
 
 
 def measure(command: Sequence[str], *, environment: Mapping[str, str]) -> Sample:
@@ -70,7 +72,14 @@ def measure(command: Sequence[str], *, environment: Mapping[str, str]) -> Sample
         projected=max(
             (event["projected_peak"] for _, event in found if "projected_peak" in event), default=None
         ),
+        steps=_steps(found, began),
     )
+
+
+def _steps(events: Sequence[tuple[float, Mapping[str, Any]]], began: float) -> dict[str, float]:
+    steps = {str(event["event"]): at - began for at, event in events}
+    begins = [at - event["seconds"] - began for at, event in events if event["event"] in _PARTS]
+    return {**steps, "begun": min(begins)} if begins else steps
 
 
 def run_seconds(events: Sequence[tuple[float, Mapping[str, Any]]], wall: float) -> float:

@@ -16,7 +16,7 @@ from benchmarks.recipes import METHODS, VERBATIM, numbers_of, recipe
 
 LIMIT, COPY, PEER = "the limit", "cp + sync", f"mergekit {peer.VERSION}"
 DIRECT, BUFFERED = "the limit, direct reads", "the limit, buffered reads"
-INLINE, RAY = "raymerge --inline", "raymerge"
+INLINE, RAY = "raymerge --inline", "raymerge --workers 1"
 TIGHT = "raymerge --inline --memory 256MiB"
 REPORT = "raymerge --inline --report"
 ONE, TWO = "raymerge --workers 1 --threads 1", "raymerge --workers 2 --threads 1"
@@ -61,6 +61,10 @@ def submit(recipe: Path, *options: str) -> Callable[[Path], Sequence[str]]:
     return lambda output: [_PROGRAM, "submit", str(recipe), "-o", str(output), "--json", *options]
 
 
+def _on_ray(recipe: Path, yard: Yard) -> Callable[[Path], Sequence[str]]:
+    return submit(recipe, "--workers", "1", *yard.options)
+
+
 def plan(recipe: Path) -> Callable[[Path], Sequence[str]]:
     return lambda output: [_PROGRAM, "plan", str(recipe), "-o", str(output)]
 
@@ -80,7 +84,7 @@ def warm_group(yard: Yard, method: str) -> Group:
     path = yard.recipe(method)
     programs = [_floor(yard, method), Program(INLINE, submit(path, "--inline", *yard.options))]
     if method in ON_RAY:
-        programs.append(Program(RAY, submit(path, *yard.options)))
+        programs.append(Program(RAY, _on_ray(path, yard)))
     if method == "linear":
         programs.append(Program(TIGHT, submit(path, "--inline", "--memory", "256MiB")))
         with_report = submit(path, "--inline", "--report", str(yard.root / "report.html"), *yard.options)
@@ -116,15 +120,15 @@ def small_groups(yard: Yard) -> Iterator[Group]:
     path = yard.recipe("linear", "10MB")
     programs = [
         Program(INLINE, submit(path, "--inline", *yard.options)),
-        Program(RAY, submit(path, *yard.options)),
+        Program(RAY, _on_ray(path, yard)),
         *_peer(yard, "linear", path),
     ]
     yield Group(SMALL, tuple(programs), tuple(map(weights_of, yard.parents("10MB"))))
-    yield Group(SUBMIT, (Program(RAY, submit(yard.recipe("linear", "tiny"), *yard.options)),))
-    yield Group(PLAN, (Program("raymerge plan", plan(_pair(yard))),))
+    yield Group(SUBMIT, (Program(RAY, _on_ray(yard.recipe("linear", "tiny"), yard)),))
+    yield Group(PLAN, (Program("raymerge plan", plan(pair(yard))),))
 
 
-def _pair(yard: Yard) -> Path:
+def pair(yard: Yard) -> Path:
     places = [make_sparse(yard.root / "sparse" / name, SIZES["7B"]) for name in ("a", "b")]
     models = [{"model": str(place), "parameters": {"weight": 0.5}} for place in places]
     return yard.written("pair", {"merge_method": "linear", "models": models, "dtype": "bfloat16"})

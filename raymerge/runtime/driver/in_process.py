@@ -19,7 +19,7 @@ from raymerge.runtime.workers.sizing import Layout, cores_here, fit_budget, layo
 from raymerge.storage.addresses import is_remote
 
 RAY_SECONDS = 4.0
-"""What an embedded Ray adds to a merge on one worker, by ``make bench BENCH=--start-up``."""
+"""What an embedded Ray adds to a merge on one worker, by ``tests/benchmarks/startup.py``."""
 SMALL_SECONDS = 2 * RAY_SECONDS
 """Of a longer merge that is a small part, and Ray replaces a worker that dies or hangs."""
 _READ, _WRITE, _PER_CORE = 2e9, 1e9, 6e9
