@@ -5,9 +5,7 @@ Nothing else in the package names a vendor's module of torch. A build of torch i
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,19 +14,10 @@ from raymerge.deferred import torch
 
 _KINDS = ("cuda", "xpu")
 """Not Apple's ``mps``: it has no float64, which sums are made in."""
-_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd", "/dev/dri")
-"""What the drivers of GPUs put into Linux: NVIDIA's, its boards', Windows' subsystem's, AMD's and Intel's."""
 
 
 def find_gpu() -> torch.device | None:
     """The GPU of this process; None if there is none."""
-    if (
-        sys.platform == "linux"
-        and sys.modules.get("torch") is None
-        and not any(map(os.path.exists, _DRIVERS))
-    ):
-        # Nobody loads torch to ask for what no driver is there for.
-        return None
     # In this order: torch 2.6 raises an error where it is built for no GPU.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device if device is not None and device.type in _KINDS else None

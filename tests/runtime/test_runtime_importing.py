@@ -45,7 +45,14 @@ def test_a_worker_imports_what_it_needs_when_it_is_made() -> None:
 
 _WITHOUT_TORCH = """
 import sys
-sys.modules["torch"] = None
+class Refused:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "torch":
+            raise ImportError("a driver loads torch")
+
+
+sys.meta_path.insert(0, Refused)
 import raymerge.runtime.workers.ray_pool
 from raymerge.cli.main import main
 main()

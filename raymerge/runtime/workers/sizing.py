@@ -7,12 +7,14 @@ each with limits of its own. Linux has two versions; a machine may use both at o
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
+from raymerge import devices
 from raymerge.errors import OptionError, Problem
 from raymerge.merge_plan.memory import (
     FAR_BYTES,
@@ -27,6 +29,8 @@ from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.units import format_size
 
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd", "/dev/dri")
+"""What the drivers of GPUs put into Linux: NVIDIA's, its boards', Windows' subsystem's, AMD's and Intel's."""
 MOST_THREADS = 4
 """Compute threads of a worker unless more are asked for: with more they wait for the interpreter's lock."""
 MOST_CPU_WORKERS = 8
@@ -130,11 +134,14 @@ def cores_here(root: Path = Path("/")) -> int:
 
 def _local_gpus(options: RunOptions) -> tuple[int, ...]:
     """GPUs for a run here; two numbers where the device is still to be chosen."""
-    # Here and not above: whoever only wants to know of cores need not wait for torch.
-    from raymerge import devices
-
-    gpus = len(devices.list_gpus()) if options.device != "cpu" else 0
+    # Nobody waits for torch to ask for what no driver is there for.
+    is_possible = options.device != "cpu" and ("torch" in sys.modules or _has_driver())
+    gpus = len(devices.list_gpus()) if is_possible else 0
     return (gpus, 0) if gpus and options.device == "auto" else (gpus,)
+
+
+def _has_driver() -> bool:
+    return sys.platform != "linux" or any(map(os.path.exists, _DRIVERS))
 
 
 def _fitting_threads(machines: Sequence[int], workers: int) -> int:
