@@ -335,6 +335,18 @@ MUTATIONS = (
         "if answer",
         "runtime/test_runtime_dispatcher.py",
     ),
+    Mutation(
+        "runtime/workers/dispatcher.py",
+        "        while hungry:",
+        "        if hungry:",
+        "runtime/test_runtime_dispatcher.py",
+    ),
+    Mutation(
+        "runtime/workers/dispatcher.py",
+        "[actor for actor in hungry if self._hand_out(actor)]",
+        "[actor for actor in hungry for _ in range(self._work.slots) if self._hand_out(actor)]",
+        "runtime/test_runtime_dispatcher.py",
+    ),
     # What a run records, resumes and publishes
     Mutation("publish/record.py", 'text = "\\n" + text', "pass", RESUME),
     Mutation("publish/record.py", "return {receipt.segment: receipt for", "return {0: receipt for", RESUME),

@@ -14,6 +14,16 @@ from raymerge.errors import IncompleteError, Problem, TargetError, TransientErro
 from raymerge.events import MemoryShort, PartInHand, WorkerLost, WorkerProgress
 from raymerge.runtime.workers.pool import ATTEMPTS, TICK_SECONDS
 
+# What workers are given
+
+
+def test_every_worker_gets_all_that_it_takes_and_none_before_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, range(9), workers=2, slots=6)
+    assert [each.numbers for each in scene.handles] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
+
+
 # Workers that do not get on
 
 
