@@ -78,6 +78,8 @@ def main() -> None:
     seconds = SLOTS * asked.workers / asked.rate
     options = RunOptions(workers=asked.workers, threads=1, device="cpu", memory=1 << 30)
     lost: list[str] = []
+    # Where workers look for the class of the actor.
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
 
     def count(event: Event) -> None:
         if isinstance(event, WorkerLost):
@@ -178,7 +180,8 @@ def _asked() -> argparse.Namespace:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    # The live display takes what is printed elsewhere.
+    print(text, file=sys.__stdout__, flush=True)
 
 
 if __name__ == "__main__":

@@ -141,8 +141,7 @@ class Dispatcher:
         """Wait a moment for receipts, hand out parts in their place, and only then yield them."""
         self._feed(stop)
         self._ask_heartbeats()
-        refs = ((actor, (*actor.flight, actor.opening, actor.heartbeat_ref)) for actor in self._group.actors)
-        waiting = {ref: actor for actor, own in refs for ref in own if ref is not None}
+        waiting = self._waiting()
         ready, others = self._ray.wait(list(waiting), num_returns=1, timeout=pool.TICK_SECONDS)
         if not waiting:
             # Ray waits for nothing then; without this the driver would only ask itself whether somebody came.
@@ -163,9 +162,19 @@ class Dispatcher:
             # What was made is made, also where something else failed.
             yield tuple(receipts)
 
+    def _waiting(self) -> dict[Any, Actor]:
+        """Every answer that is to come, and whose it is."""
+        waiting: dict[Any, Actor] = {}
+        for actor in self._group.actors:
+            for ref in (*actor.flight, actor.opening, actor.heartbeat_ref):
+                if ref is not None:
+                    waiting[ref] = actor
+        return waiting
+
     def _feed(self, stop: pool.Stop) -> None:
         """Hand out parts, one to each worker in turn, so that none gets more while another has fewer."""
-        hungry = [] if stop.requested else list(self._group.actors)
+        slots = 0 if stop.requested else self._work.slots
+        hungry = [actor for actor in self._group.actors if len(actor.flight) < slots]
         while hungry:
             hungry = [actor for actor in hungry if self._hand_out(actor)]
 
