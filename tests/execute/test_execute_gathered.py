@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.gather_maker import Stock, bench_of, expression, made, make_stock, plan_of, whole
-from kits.gpu_arithmetic import divide_by_reciprocals
 from kits.memory_meter import AllocationMeter
 from kits.method_kit import same_bits, threads
 from kits.segment_bench import Bench, counted_buffers, tiles_of
+from kits.simulated_gpu import simulated_gpu, without_gpu
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
@@ -69,10 +69,10 @@ def values_of(data: bytes, shape: tuple[int, ...] = (ROWS, COLUMNS)) -> torch.Te
 
 
 def made_alone(
-    stock: Stock, read: Read, root: Path, shape: tuple[int, ...] = (ROWS, COLUMNS)
+    stock: Stock, read: Read, root: Path, shape: tuple[int, ...] = (ROWS, COLUMNS), *, device: str = "cpu"
 ) -> torch.Tensor:
     output = output_of((read,), shape, "linear", weight=1.0)
-    return values_of(made(stock, sound_plan(stock, output), root)["out"], shape)
+    return values_of(made(stock, sound_plan(stock, output), root, device=device)["out"], shape)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +112,9 @@ def test_rows_of_several_terms_are_their_mean(stock: Stock, tmp_path: Path) -> N
     assert same_bits(found, expected)
 
 
+@without_gpu
 @pytest.mark.parametrize("count", [3, 5, 6, 7])
-def test_means_are_rounded_once_on_a_gpu_too(
-    count: int, stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_means_are_rounded_once_on_a_gpu_too(count: int, stock: Stock, tmp_path: Path) -> None:
     source, gather_inputs = stock_tensors(0)["b"].float(), (stock.term("b"),) * count
     runs = ((0, 0, 141, 0), *((0, number, 50, number) for number in range(1, count)))
     total = source[:ROWS].numpy().copy()
@@ -123,9 +122,9 @@ def test_means_are_rounded_once_on_a_gpu_too(
         total[:50] += source[number : number + 50].numpy()
     total[:50] /= np.float32(count)
     mean = (total[:141].astype(np.float64).sum(0) / 141).astype(np.float32)
-    divide_by_reciprocals(monkeypatch)
     gather = Gather(ROWS, COLUMNS, gather_inputs, runs, 141)
-    found = made_alone(stock, gathered(0, gather), tmp_path)
+    with simulated_gpu(seed=count):
+        found = made_alone(stock, gathered(0, gather), tmp_path, device="cuda")
     assert same_bits(found[:141], torch.from_numpy(total[:141]))
     torch.testing.assert_close(found[141], torch.from_numpy(mean), rtol=1e-6, atol=1e-7)
 

@@ -29,7 +29,7 @@ from kits.codec_reference import (
     steps_of,
     unpack,
 )
-from kits.gpu_arithmetic import divide_by_reciprocals
+from kits.simulated_gpu import simulated_gpu, without_gpu
 from torch import Tensor
 
 from raymerge.checkpoints.quantisation.block_codec import Codec, Encoded
@@ -291,18 +291,15 @@ class CodecKit:
             assert codes.equal(had[0])
             assert scales.equal(had[1])
 
-    def test_a_gpu_s_division_gives_the_same_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In torch, since no GPU has the loops of processors."""
-        runs = []
-        for codec, quant_spec in self.each():
+    @without_gpu
+    def test_a_simulated_gpu_gives_the_same_bytes(self) -> None:
+        for seed, (codec, quant_spec) in enumerate(self.each()):
             codes, scales, tensor_scale = random_stored(quant_spec, 3)
             changed = random_values(quant_spec, 3, spread_exponents=20)
-            runs.append(self._round_trip(codec, quant_spec, codes, scales, changed, tensor_scale))
-        expected = [run("cpu") for run in runs]
-        for codec, _ in self.each():
-            monkeypatch.setattr(type(codec), "in_loops", codec.in_torch)
-        divide_by_reciprocals(monkeypatch)
-        assert [run("cpu") for run in runs] == expected
+            run = self._round_trip(codec, quant_spec, codes, scales, changed, tensor_scale)
+            with simulated_gpu(seed):
+                on_gpu = run("cuda")
+            assert on_gpu == run("cpu")
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_a_gpu_gives_the_same_bytes(self) -> None:
