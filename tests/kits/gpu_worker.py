@@ -37,7 +37,7 @@ def main() -> None:
     connection = RayConnection(None, num_cpus=2)
     connection.open()
     for recipe, device, output in json.loads(sys.argv[1]):
-        (started,) = merge(recipe, output, RunOptions(device=device, memory=64 << 20)).of(Started)
+        (started,) = merge(recipe, output, RunOptions(device=device, workers=1, memory=64 << 20)).of(Started)
         print(json.dumps([started.device, started.device_reason]))
     connection.close()
 
