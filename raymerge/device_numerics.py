@@ -95,7 +95,8 @@ def numerics_of(device: torch.device) -> dict[str, str]:
         # A GPU that fails here is checked again by whoever computes, before it is used.
         with suppress(RuntimeError, AssertionError):
             check_full_float32(device)
-    return {"device": device.type, "torch": torch.__version__, "float32": "full"}
+    # A plain text: torch's own type of it would have the driver, which unpickles it, load torch.
+    return {"device": device.type, "torch": str(torch.__version__), "float32": "full"}
 
 
 def kernels_of(device: torch.device) -> dict[str, str]:

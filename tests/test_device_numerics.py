@@ -162,3 +162,8 @@ def test_a_gpu_is_looked_at_before_it_computes(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(AssertionError, match="cut"):
         fallback.run(gpu.make)
     assert gpu.tried == ["cpu"]
+
+
+def test_the_version_of_torch_is_read_without_torch() -> None:
+    """Whoever unpickles torch's own type of it loads torch: the driver, of what workers answer."""
+    assert type(device_numerics.numerics_of(torch.device("cpu"))["torch"]) is str

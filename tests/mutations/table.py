@@ -330,6 +330,24 @@ MUTATIONS = (
     ),
     # Workers that get on, and those that do not
     Mutation(
+        "runtime/driver/in_process.py",
+        "options.inline is None and options.workers is None",
+        "options.inline is None",
+        "runtime/test_runtime_in_process.py",
+    ),
+    Mutation(
+        "runtime/driver/in_process.py",
+        "min(on_ray + RAY_SECONDS, SMALL_SECONDS)",
+        "on_ray + RAY_SECONDS",
+        "runtime/test_runtime_in_process.py",
+    ),
+    Mutation(
+        "runtime/workers/ray_environment.py",
+        "if place is None or node is None or None in names",
+        "if place is None or node is None",
+        "runtime/test_runtime_ray_watch.py",
+    ),
+    Mutation(
         "runtime/workers/dispatcher.py",
         "if seconds != actor.heartbeat",
         "if answer",

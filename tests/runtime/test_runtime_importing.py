@@ -59,16 +59,24 @@ main()
 """
 
 
-def test_plans_and_drivers_do_without_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "recipe.yml"],
+        pytest.param(["submit", "recipe.yml", "--workers", "1"], marks=(pytest.mark.slow, pytest.mark.ray)),
+    ],
+    ids=["plan", "driver"],
+)
+def test_plans_and_drivers_do_without_torch(words: list[str], tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         tiny_llama(tmp_path / name, seed=seed)
     models = [{"model": name, "parameters": {"weight": 0.5}} for name in "ab"]
     recipe = {"merge_method": "ties", "base_model": "a", "models": models, "dtype": "bfloat16"}
     (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-c", _WITHOUT_TORCH, "plan", "recipe.yml"]
+    command = [sys.executable, "-c", _WITHOUT_TORCH, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "ties" in done.stdout
+    assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
+    assert "tensors" in done.stdout
 
 
 @pytest.fixture
