@@ -19,6 +19,8 @@ from raymerge.storage.store import Extent, Range, ReadStore, coalesce
 
 _GPU_PIECE = 1 << 22
 """Elements that keep a GPU busy for much longer than it takes to tell it what to do."""
+_GPU_WORK = 256 << 20
+"""Bytes of a GPU's memory that computing a piece may take."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,9 +144,9 @@ def _cut(ops: Sequence[OpJob], lane: memory.Lane, device: torch.device) -> Itera
     batch: list[TileJob] = []
     nbytes = work = 0
     for op in ops:
-        need = op.need if device.type == "cpu" else _for_gpu(op.need, lane)
         passes = memory.expression_passes(op.expression, op.parts[0].shape)
-        cut = memory.tiling(need, op.num_elements, lane, passes=passes)
+        cut = memory.tiling(op.need, op.num_elements, lane, passes=passes)
+        need = op.need if device.type == "cpu" else _for_gpu(op.need)
         mine = need.load_bytes(op.num_elements)
         if batch and nbytes + mine > lane.load_bytes:
             yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
@@ -173,11 +175,11 @@ def _without_work(read_plan: ReadPlan) -> ReadPlan:
     return ReadPlan(loads, padding, tuple(map(_without_work, read_plan.joined)))
 
 
-def _for_gpu(need: memory.Need, lane: memory.Lane) -> memory.Need:
-    """A need with pieces as large as a GPU wants them, and as its share of the memory holds."""
+def _for_gpu(need: memory.Need) -> memory.Need:
+    """A need with pieces as large as a GPU wants them; tiles stay as they are, since the host reads them."""
     if not need.piece:
         return need
-    fitting = int(lane.budget // 2 / max(need.work_per_element, 1.0))
+    fitting = int(_GPU_WORK / max(need.work_per_element, 1.0))
     return replace(need, piece=max(need.piece, min(_GPU_PIECE, fitting) // need.unit * need.unit))
 
 
