@@ -127,7 +127,7 @@ def test_a_limit_on_the_size_of_files(models: Path) -> None:
     assert "model.safetensors.part: is larger than a file may be here: this process may write 50000" in said
     assert "ulimit -f" in said
     assert "Free space" not in said
-    code, said = _run(models, *args, limit=_file_limit(50_000))
+    code, said = _run(models, *args, "--workers", "1", limit=_file_limit(50_000))
     assert code == 2
     assert "ray: an embedded Ray writes a file of 209715200 bytes, and this process may write 50000" in said
     assert _run(models, *args, "--inline")[0] == 0
@@ -147,7 +147,8 @@ def test_a_limit_on_processes(count: int, models: Path) -> None:
 @pytest.mark.slow
 @needs_root
 def test_a_limit_on_processes_that_ray_cannot_start_within(models: Path) -> None:
-    code, said = _run(models, "submit", "recipe.yml", "-o", "none", limit=_process_limit(60))
+    args = ("submit", "recipe.yml", "-o", "none", "--workers", "1")
+    code, said = _run(models, *args, limit=_process_limit(60))
     assert code == 2
     assert "ray: an embedded Ray starts more than 128 threads, and no more than" in said
     assert "give --inline" in said
@@ -159,7 +160,7 @@ def test_a_limit_on_processes_that_ray_cannot_start_within(models: Path) -> None
     [
         (2, ["--inline"], 3, "the same command goes on"),
         (4, ["--inline"], 3, "the same command goes on"),
-        (60, [], 2, "ray: an embedded ray starts more than 128 threads, and no more than"),
+        (60, ["--workers", "1"], 2, "ray: an embedded ray starts more than 128 threads, and no more than"),
     ],
 )
 def test_a_container_s_limit_on_processes(
