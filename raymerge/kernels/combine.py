@@ -44,11 +44,43 @@ def weighted_sum(out: Elements, vectors: Elements, places: Places, coefficients:
 
 
 @compiled
+def sum_of_few_on_base(
+    out: Elements,
+    vectors: Elements,
+    places: Places,
+    coefficients: Doubles,
+    base: Elements,
+    factor: np.float32,
+) -> None:
+    """``weighted_sum_on_base`` of two or three vectors with one factor, for the same reason."""
+    ones = vectors[places[0] : places[0] + out.size]
+    others = vectors[places[1] : places[1] + out.size]
+    last = coefficients.size - 1
+    more = vectors[places[last] : places[last] + out.size]
+    of_one, of_other = np.float32(coefficients[0]), np.float32(coefficients[1])
+    of_more = np.float32(coefficients[last])
+    if last == 1:
+        for i in range(out.size):
+            start = value_of(base[i])
+            total = delta_of(ones[i], start) * of_one + delta_of(others[i], start) * of_other
+            out[i] = element_of(start - (_ZERO - total * factor), base[i])
+    else:
+        for i in range(out.size):
+            start = value_of(base[i])
+            total = delta_of(ones[i], start) * of_one + delta_of(others[i], start) * of_other
+            total += delta_of(more[i], start) * of_more
+            out[i] = element_of(start - (_ZERO - total * factor), base[i])
+
+
+@compiled
 def weighted_sum_on_base(
     out: Elements, vectors: Elements, places: Places, coefficients: Doubles, base: Elements, factors: Doubles
 ) -> None:
     """Write ``b + f * sum c d``, with a factor f for each of several equal stretches. Vectors are the deltas
     d if float32; else d is a vector less the base ``[n]``."""
+    if factors.size == 1 and 1 < coefficients.size <= _FEW:
+        sum_of_few_on_base(out, vectors, places, coefficients, base, np.float32(factors[0]))
+        return
     scratch, of_base = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     length = out.size // max(1, factors.size)
     for stretch in range(factors.size):

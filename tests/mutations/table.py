@@ -478,7 +478,12 @@ MUTATIONS = (
         "if False:",
         "execute/test_execute_lanes.py",
     ),
-    Mutation("kernels/combine.py", "first = 1 if anchor == 0 else 0", "first = 0", METHODS),
+    Mutation(
+        "kernels/combine.py",
+        "first = 1 if anchor == 0 else 0",
+        "first = 0",
+        "compiled/test_compiled_combine_few.py",
+    ),
     Mutation(
         "storage/local/store.py",
         "self._compare(path, os.stat(path))",
