@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from kits.checkpoint_maker import sparse_checkpoint
@@ -109,6 +109,10 @@ class Source(LocalStore):
     ) -> int:
         read = super().read_extent
         return self._clock.without(lambda: read(key, offset, nbytes, buffer, again=again, like=like))
+
+    def map_extent(self, *args: Any) -> int | None:
+        map_extent = super().map_extent
+        return self._clock.without(lambda: map_extent(*args))
 
 
 class Nowhere(LocalStore):
