@@ -53,6 +53,7 @@ def test_a_run_is_judged_by_every_target_that_it_tells_of() -> None:
     )
     found = {each.text: each for each in targets(results) if each.measured is not None}
     assert found["linear: in the run, times the limit"].measured == 1.25
+    assert found["linear: in the run on a Ray worker, times --inline"].measured == 1.6
     assert found["linear: mergekit's time over --inline's, start-up apart"].measured == 7.2
     assert found["linear: mergekit's whole process over --inline's"].measured == pytest.approx(10 / 2.25)
     assert found["linear with 256 MiB: in the run, times that with ample memory"].is_met is False
