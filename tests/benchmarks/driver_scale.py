@@ -143,16 +143,16 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         nbytes = (place / "ledger.jsonl").stat().st_size
         _say(f"peak of its memory {peak:,.0f} MiB with mapped files; a ledger of {nbytes / 1e6:,.1f} MB")
-        cpu, own = bare_calls(pool, asked.segments // _TENTHS)
+        cpu, own = bare_calls(pool, work.straggler, asked.segments // _TENTHS)
         _say(f"Ray alone, for a call with such an answer: {cpu:.3f} ms, {own:.3f} of it in the main thread")
         if profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 
 
-def bare_calls(pool: RayPool, number: int) -> tuple[float, float]:
+def bare_calls(pool: RayPool, straggler: str, number: int) -> tuple[float, float]:
     """Milliseconds of processor time that calls of the same workers take with nothing around them, of the
     process and of its main thread; as many are under way as before."""
-    ray, actors = pool.group.ray, [each.handle for each in pool.group.actors]
+    ray, actors = pool.group.ray, [each.handle for each in pool.group.actors if each.name != straggler]
     begun, under_way = 0, []
     before = time.process_time(), time.thread_time()
     while begun < number or under_way:
