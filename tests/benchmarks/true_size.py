@@ -183,6 +183,8 @@ class Watched:
     most: dict[int, dict[str, int]] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     before: Mapping[int, float] = field(default_factory=dict)
+    idle: int = 0
+    """Bytes of its own that a worker had before it began."""
     roles: dict[int, str] = field(default_factory=dict)
     in_hand: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -244,7 +246,7 @@ def _watched(place: Path, until: float | None, *, kills: bool) -> Watched:
         if event["event"] == "worker_progress":
             seen.in_hand[event["worker"]] = seen.events.pop()["parts"]
         if event["event"] == "started":
-            seen.before = dict(seen.seconds)
+            seen.before, seen.idle = dict(seen.seconds), seen.peak("worker", "own")
         total = event.get("total_bytes", total)
         made += event.get("planned_bytes", 0) + event.get("done_bytes", 0) * (event["event"] == "started")
         if made >= told * total:
@@ -340,7 +342,10 @@ def _facts(seen: Watched) -> dict[str, str]:
             f"{ended['cpu']:.1f} s of processor time, {driver:.1f} s of it for {len(done):,} segments: "
             f"{1e3 * driver / len(done):.2f} ms each"
         ),
-        "memory stated": f"{whole['projected_peak'] / 2**20:,.0f} MiB of a worker, beyond an idle one",
+        "memory stated": (
+            f"{whole['projected_peak'] / 2**20:,.0f} MiB of a worker, beyond the "
+            f"{seen.idle / 2**20:,.0f} of an idle one"
+        ),
         "whole plan at this rate": f"{whole['total_bytes'] / planned * seconds / 60:,.1f} min",
         "whole plan if both cores did nothing else": f"{whole['total_bytes'] / planned * cpu / 120:,.1f} min",
     }
