@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -52,16 +53,13 @@ class Observed(NamedTuple):
 
 
 def observe(op: OpJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> Observed:
-    """Look at all of a matrix, whole rows at a time, for the one scale that its codes are to share. Raises
-    NotFinite: it holds NaN or infinity."""
+    """Look at all of a matrix, whole rows at a time, for the one scale that its codes are to share."""
     seen: list[torch.Tensor] = []
     had, fits = None, True
     for result, raw in results:
         quant_spec, values = _quant_spec(op, result)
         codec = codec_of(quant_spec.format)
         seen.append(codec.largest(quant_spec, values))
-        if not bool(seen[-1].isfinite()):
-            raise NotFinite(op)
         held = _held(op, raw, result.numel())
         if held is None:
             fits = False
@@ -105,7 +103,10 @@ def encoded(
         coded = codec.encode(quant_spec, values, given_scales=scales, tensor_scale=whole)
     except NotFiniteError as error:
         raise NotFinite(op) from error
-    return coded, codec.error_sums(quant_spec, values, coded, tensor_scale=whole)
+    sums = codec.error_sums(quant_spec, values, coded, tensor_scale=whole)
+    if not math.isfinite(sums.squared_values):
+        raise NotFinite(op)
+    return coded, sums
 
 
 def _quant_spec(op: OpJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor]:

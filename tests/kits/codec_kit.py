@@ -11,6 +11,7 @@ What they are compared with is in ``codec_reference``, which takes nothing from 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from kits.codec_reference import (
     steps_of,
     unpack,
 )
+from kits.counted_gpu import GPU, counted_waits
 from kits.simulated_gpu import simulated_gpu, without_gpu
 from torch import Tensor
 
@@ -300,6 +302,27 @@ class CodecKit:
             with simulated_gpu(seed):
                 on_gpu = run("cuda")
             assert on_gpu == run("cpu")
+
+    def test_a_gpu_is_waited_for_once(self) -> None:
+        """For what encoding changed, which tells as well whether all of it was finite."""
+        for codec, quant_spec in self.each():
+            stored = random_stored(quant_spec, 3)
+            values = random_values(quant_spec, 3, spread_exponents=20)
+            expected = self._round_trip(codec, quant_spec, *stored[:2], values, stored[2])("cpu")
+            with counted_waits() as waits:
+                found = self._round_trip(codec, quant_spec, *stored[:2], values, stored[2])("meta")
+                brought = waits.total()
+                one = None if stored[2] is None else stored[2].to(GPU)
+                for number, last in enumerate((0.0, torch.inf, torch.nan), 1):
+                    values[-1, -1] = last
+                    far = values.to(GPU)
+                    encoded = codec.encode(quant_spec, far, tensor_scale=one)
+                    sums = codec.error_sums(quant_spec, far, encoded, tensor_scale=one)
+                    assert math.isfinite(sums.squared_values) is math.isfinite(last)
+                    assert waits.total() == brought + number
+            assert found == expected
+            # What was compared, and nothing on the way there.
+            assert brought == 3
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_a_gpu_gives_the_same_bytes(self) -> None:

@@ -303,9 +303,9 @@ MUTATIONS = (
     ),
     Mutation(
         "execute/encoding.py",
-        "if not bool(seen[-1].isfinite()):",
+        "if not math.isfinite(sums.squared_values):",
         "if False:",
-        f"{QUANTISED} {FINITE} execute/test_execute_contract.py",
+        "execute/test_execute_encoding.py",
     ),
     # Codes and scales
     Mutation("checkpoints/quantisation/fp8.py", "torch.where(lost, 0x7F, codes)", "codes", CODECS),

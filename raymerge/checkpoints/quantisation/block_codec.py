@@ -112,12 +112,14 @@ class InTorch:
         Differences are rounded to float32; the rounding of the sums depends on the device."""
         import torch
 
-        def sum_of(numbers: Tensor) -> float:
-            return float(torch.linalg.vector_norm(numbers, dtype=torch.float64).square())
+        def sum_of(numbers: Tensor) -> Tensor:
+            norm: Tensor = torch.linalg.vector_norm(numbers, dtype=torch.float64)
+            return norm.square()
 
         decoded = torch.empty_like(values)
         self.decode(codes, steps, block, decoded)
-        return sum_of(decoded.sub_(values)), sum_of(values)
+        errors, squares = torch.stack([sum_of(decoded.sub_(values)), sum_of(values)]).tolist()
+        return errors, squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,8 @@ class Codec(ABC):
         a code times it: decoded, unchanged values give their original bytes. Otherwise the scale is that of
         the largest magnitude. ``tensor_scale`` must be chosen before the first rows.
 
-        Raises NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's.
+        Raises NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's,
+        nor on a GPU.
         """
         stored = self._scales(quant_spec, values, given_scales, tensor_scale)
         steps = self._steps(quant_spec, stored, tensor_scale)
@@ -307,7 +310,8 @@ class Codec(ABC):
         if quant_spec.scale_row_length == 0:
             return torch.empty(0, dtype=torch.uint8, device=values.device)
         largest = self._blockwise(values).largest(values, quant_spec.block)
-        if not largest.isfinite().all():
+        # Of a GPU's the sums of errors tell: to ask here would have the host wait for it once more.
+        if largest.is_cpu and not largest.isfinite().all():
             raise NotFiniteError("values that are not finite cannot be encoded")
         fresh = self._fresh(quant_spec, values, largest, tensor_scale)
         if given_scales is None:
