@@ -68,6 +68,12 @@ def _finish(slurm: SlurmCluster, place: Place, job: str, restarts: int) -> None:
     assert digests(place.output) == place.yard.expected
 
 
+def _return_node(slurm: SlurmCluster, node: str, job: str) -> None:
+    """What was to be killed there is killed when it is back: sites have a job wait longer than that, too."""
+    slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+75")
+    slurm.start_node(node)
+
+
 def test_two_nodes_make_what_one_process_makes(slurm: SlurmCluster, yard: Yard) -> None:
     place = yard.place("whole")
     job = _submit(slurm, place)
@@ -80,7 +86,10 @@ def test_a_job_whose_time_is_up_is_begun_again_and_goes_on(slurm: SlurmCluster, 
     place.pause(0.1)
     job = _submit(slurm, place)
     _work(place, 4)
-    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    place.pause(1)
+    hours, minutes, _ = slurm.job(job)["RunTime"].split(":")
+    # The script is told a minute before.
+    slurm.ask("scontrol", "update", f"jobid={job}", f"timelimit={60 * int(hours) + int(minutes) + 2}")
     slurm.until(job, lambda state: state["Restarts"] == "1", SECONDS)
     assert not Path(f"/tmp/raymerge-{job}").exists()
     done = place.count()
@@ -96,7 +105,7 @@ def test_a_death_of_the_drivers_node_has_the_job_begun_again(slurm: SlurmCluster
     slurm.kill_node("one")
     slurm.until(job, lambda state: state["Restarts"] == "1", SECONDS)
     done = place.count()
-    slurm.start_node("one")
+    _return_node(slurm, "one", job)
     _finish(slurm, place, job, 1)
     assert f"going on: {done} of " in _log(place)
 
@@ -116,5 +125,6 @@ def test_a_checkpoint_published_before_a_dead_node_is_missed_is_not_in_the_jobs_
         time.sleep(0.05)
     # As Slurm does when it misses the node, which may come too late for this job.
     slurm.ask("scontrol", "requeue", job)
-    slurm.start_node("two")
+    slurm.until(job, lambda state: state["Restarts"] == "1", SECONDS)
+    _return_node(slurm, "two", job)
     _finish(slurm, place, job, 1)

@@ -99,7 +99,8 @@ class SlurmCluster:
         _kill([self.nodes.pop(name)])
         log = self.root / f"slurmd-{name}.log"
         for step in [each for each in psutil.process_iter() if _writes(each, log)]:
-            for each in (*_below(step), step):
+            # The daemon first, which would tell that its process has ended.
+            for each in (step, *_below(step)):
                 with suppress(psutil.Error):
                     each.kill()
 
