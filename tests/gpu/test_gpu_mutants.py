@@ -198,7 +198,9 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Be
     root = tmp_path_factory.mktemp("mutants")
     small, large = (make_family(root / str(size), hidden=size, layers=1) for size in (64, 128))
     plain = {"merge_method": "passthrough", "models": [{"model": str(small.base)}], "dtype": "float32"}
-    coded = [fp8_llama(root / name, seed) for seed, name in enumerate("ab")]
+    matrices = {f"model.layers.0.mlp.{name}_proj.weight": (128, 64) for name in ("gate", "up")}
+    shapes = {**matrices, "model.norm.weight": (64,)}
+    coded = [fp8_llama(root / name, seed, shapes=shapes) for seed, name in enumerate("ab")]
     decoded = {"models": entries(coded[:1], (1.0,)), "out_format": "bf16"}
     cases = {
         "linear": recipes(small)["linear"],
