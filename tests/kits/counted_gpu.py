@@ -44,6 +44,8 @@ class _Distant(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise AssertionError(f"{func} on the device outside of a count")
 
+    def record_stream(self, stream: Any) -> None: ...
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -73,7 +75,8 @@ class _Waits(TorchDispatchMode):
 
 def _waits(name: str, args: Any, *, is_far: bool) -> bool:
     masks = [each for each in tree_leaves(args[1:2]) if getattr(each, "dtype", None) is torch.bool]
-    is_brought = name in ("copy_", "_to_copy") and not is_far
+    is_begun_only = name == "copy_" and len(args) > 2 and args[2]
+    is_brought = name in ("copy_", "_to_copy") and not is_far and not is_begun_only
     return name in _WAITING or is_brought or (name in _INDEXING and bool(masks))
 
 
