@@ -218,10 +218,15 @@ class Need:
         """Bytes of the smallest lane that the op can be made in."""
         elements = max(1, self.least_elements)
         load, work = self.load_bytes(elements), self.work_bytes(self.piece_of(elements))
-        # Both buffers are shares of the lane, up to what they are at most; the least load may take more.
-        beside = 1 - 1 / _WRITE_SHARE
-        in_shares = math.ceil(max((load + work) / beside, work / (beside - 1 / _LOAD_SHARE))) + 1
-        return min(in_shares, max(load, LOAD_MOST) + work + WRITE_MOST)
+        in_share = _least_budget(load, work, 1 - 1 / _WRITE_SHARE)
+        return math.ceil(min(in_share, _least_budget(load, work + WRITE_MOST, 1.0)))
+
+
+def _least_budget(load: int, beside: int, share: float) -> float:
+    """The least budget that a share of holds the load buffer, with at least so many bytes, and what is beside
+    it. The buffer is a share of the whole budget, up to a limit."""
+    in_share = max((load + beside) / share, beside / (share - 1 / _LOAD_SHARE)) + 1
+    return min(in_share, (max(load, LOAD_MOST) + beside) / share)
 
 
 def _whole_pages(nbytes: int) -> int:

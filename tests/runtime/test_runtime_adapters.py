@@ -110,7 +110,7 @@ def test_three_workers_make_the_bytes_of_one(
     monkeypatch.setattr(api, "_pool", pool)
     events = _merge(roots, tmp_path / "three", workers=3)
     assert {each.worker for each in events if isinstance(each, UnitDone)} == {f"worker-{n}" for n in range(3)}
-    assert [(each.workers, each.inline) for each in asked] == [(3, False)]
+    assert [(each.workers, each.inline) for each in asked] == [(3, None)]
     assert _weights(tmp_path / "three") == _weights(tmp_path / "one")
 
 
