@@ -6,11 +6,12 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -23,13 +24,11 @@ from raymerge.api import submit
 SCRIPT = Path(__file__).resolve().parents[2] / "cluster" / "slurm" / "raymerge.sbatch"
 SECONDS = 90.0
 SRUN = """#!/bin/bash
-count=1
 echo "srun $*" >>"$SAID"
 while [[ $1 == --* ]]; do
-  if [[ $1 == --ntasks=* ]]; then count=${1#*=}; fi
+  if [[ $1 == --nodelist=* ]]; then export SLURMD_NODENAME=${1#*=}; fi
   shift
 done
-if ((count > 1)); then exit 1; fi
 exec "$@"
 """
 SCONTROL = """#!/bin/bash
@@ -58,6 +57,7 @@ class _Allocation:
             (folder / name).chmod(0o755)
         number = secrets.randbelow(10**6)
         self.scratch = Path(f"/tmp/raymerge-{number}")
+        self.port = 20000 + number % 10000
         self.root = root
         self.environment = {
             **os.environ,
@@ -112,7 +112,7 @@ def test_two_nodes_make_what_one_process_makes(tmp_path: Path) -> None:
     assert digests(tmp_path / "there") == digests(tmp_path / "here")
     said = allocation.said.read_text().splitlines()
     assert [line for line in said if "--head" in line and "--nodelist=first" in line]
-    assert [line for line in said if "ray start --block" in line and "--exclude=first" in line]
+    assert [line for line in said if "ray start --block" in line and "--nodelist=second" in line]
     assert "RAY_AUTH" not in "".join(said)
     assert not allocation.scratch.exists()
     assert not [line for line in said if "requeue" in line]
@@ -131,16 +131,25 @@ def test_a_signal_stops_the_driver_and_has_the_job_queued_again_where_it_should(
     with allocation.job("recipe.yml", "/out", SLURM_RESTART_COUNT=restarts) as job:
         allocation.until("driver submit recipe.yml -o /out --address 127.0.0.1:")
         job.send_signal(number)
-        job.communicate(timeout=20)
+        text, _ = job.communicate(timeout=20)
     assert job.returncode == 3
     said = allocation.said.read_text()
     assert "told" in said
     assert ("scontrol requeue" in said) == requeued
+    assert ("the same sbatch command goes on where it stopped" in text) != requeued
 
 
-def test_a_ray_that_does_not_start_is_not_waited_for(tmp_path: Path) -> None:
-    programs = {"ray": "#!/bin/bash\nexit 1\n", "python": QUIET}
-    with _Allocation(tmp_path, "first", programs).job("recipe.yml", "/out") as job:
+@pytest.mark.parametrize(
+    ("nodes", "dead"), [("first", "first"), ("first,second", "first"), ("first,second,third", "third")]
+)
+def test_a_ray_that_does_not_start_is_not_waited_for(tmp_path: Path, nodes: str, dead: str) -> None:
+    ray = f"#!/bin/bash\nif [[ $SLURMD_NODENAME == {dead} ]]; then exit 1; fi\nexec sleep 60\n"
+    allocation = _Allocation(tmp_path, nodes, {"ray": ray, "python": QUIET})
+    with ExitStack() as stack:
+        if dead != "first":
+            # The head, as far as the others can tell.
+            stack.enter_context(socket.create_server(("127.0.0.1", allocation.port)))
+        job = stack.enter_context(allocation.job("recipe.yml", "/out"))
         text, _ = job.communicate(timeout=20)
     assert job.returncode == 1
     assert re.search(r"Ray ended on a node before all were there; \S+-ray\.log tells why", text)
