@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks import true_size
 from benchmarks.discarding import (
     DiscardingStaging,
     MadeUpStore,
@@ -100,6 +102,57 @@ def test_nobody_takes_a_discarded_output_for_weights(place: Path, tmp_path: Path
     for path in shards:
         with pytest.raises(SafetensorError), safe_open(path, "pt"):
             pass
+
+
+def test_segments_that_differ_when_made_once_more_end_the_benchmark(place: Path, tmp_path: Path) -> None:
+    for each in place.glob("[mp]*"):
+        (tmp_path / each.name).symlink_to(each)
+    _discarded(place, tmp_path / "out", EventLog())
+    assert true_size._proved(tmp_path)["made once more, alone"].startswith("3 of 3 ")
+    (tmp_path / "patterns").unlink()
+    (tmp_path / "patterns").mkdir()
+    for each in (place / "patterns").iterdir():
+        with (tmp_path / "patterns" / each.name).open("wb") as zeros:
+            zeros.truncate(each.stat().st_size)
+    with pytest.raises(SystemExit, match="only 0 of 3 segments"):
+        true_size._proved(tmp_path)
+
+
+_CHILD = """
+import json, signal, sys, time
+for event in ({"event": "started"}, {"event": "planned", "total_bytes": 4}):
+    print(json.dumps({"at": 0, "cpu": 0, **event}), flush=True)
+signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+print(json.dumps({"at": 1, "cpu": 0, "event": "segment_done", "planned_bytes": 2}), flush=True)
+time.sleep(0.2)
+if %r:
+    print(json.dumps({"at": 1, "cpu": 0, "event": "published"}), flush=True)
+sys.exit(%r)
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_published", "code", "share", "is_good"),
+    [
+        (True, 0, None, True),
+        (False, 3, None, False),
+        (False, 0, None, False),
+        (False, 0, 0.5, True),
+        (False, 0, 0.9, False),
+    ],
+)
+def test_only_a_merge_that_was_to_stop_may_end_before_it_is_published(
+    is_published: bool,
+    code: int,
+    share: float | None,
+    is_good: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "child.py").write_text(_CHILD % (is_published, code))
+    monkeypatch.setattr(true_size, "__file__", str(tmp_path / "child.py"))
+    with nullcontext() if is_good else pytest.raises(SystemExit, match="the merge failed"):
+        true_size._watched(tmp_path, share, kills=False)
 
 
 def test_a_run_goes_on_by_receipts_that_prove_their_segments(place: Path, tmp_path: Path) -> None:
