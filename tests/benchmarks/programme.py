@@ -17,6 +17,8 @@ from benchmarks.recipes import METHODS, VERBATIM, numbers_of, recipe
 LIMIT, COPY, PEER = "the limit", "cp + sync", f"mergekit {peer.VERSION}"
 DIRECT, BUFFERED = "the limit, direct reads", "the limit, buffered reads"
 INLINE, RAY = "raymerge --inline", "raymerge --workers 1"
+DEFAULT = "raymerge"
+"""As users give it: a small merge runs inline by itself."""
 TIGHT = "raymerge --inline --memory 256MiB"
 REPORT = "raymerge --inline --report"
 ONE, TWO = "raymerge --workers 1 --threads 1", "raymerge --workers 2 --threads 1"
@@ -124,7 +126,8 @@ def small_groups(yard: Yard) -> Iterator[Group]:
         *_peer(yard, "linear", path),
     ]
     yield Group(SMALL, tuple(programs), tuple(map(weights_of, yard.parents("10MB"))))
-    yield Group(SUBMIT, (Program(RAY, _on_ray(yard.recipe("linear", "tiny"), yard)),))
+    tiny = yard.recipe("linear", "tiny")
+    yield Group(SUBMIT, (Program(DEFAULT, submit(tiny, *yard.options)), Program(RAY, _on_ray(tiny, yard))))
     yield Group(PLAN, (Program("raymerge plan", plan(pair(yard))),))
 
 

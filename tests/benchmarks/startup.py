@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.cache import warm
 from benchmarks.measure import Sample, machine, measure
 from benchmarks.parents import SIZES, weights_of
-from benchmarks.programme import RAY, Yard, pair, plan, submit
+from benchmarks.programme import DEFAULT, RAY, Yard, pair, plan, submit
 from benchmarks.tables import markdown, replaced, telling
 
 ROOT = Path(__file__).resolve().parents[2]
 START_UP = "start-up"
-HERE, PLAN = "raymerge", "raymerge plan of a 7B pair"
-TARGETS = {HERE: 2.5, RAY: 6.0, PLAN: 1.0}
+PLAN = "raymerge plan of a 7B pair"
+TARGETS = {DEFAULT: 2.5, RAY: 6.0, PLAN: 1.0}
 """Seconds of a whole process on two cores; those of ``submit`` are for parents of 1 GB."""
 STEPS = {
     "planned": "planned, workers up",
@@ -38,14 +38,14 @@ STEPS = {
     "verified": "verified",
     "published": "published",
 }
-_TITLES = ("command", *STEPS.values(), "exit, s", "at most, s", "processor, s")
+_TITLES = ("command", *STEPS.values(), "exit, s", "target: at most, s", "processor, s")
 
 
 def main() -> int:
     asked = _asked(sys.argv[1:])
     yard = Yard(asked.place, asked.size, None)
     recipe, places = yard.recipe("linear"), yard.parents()
-    commands = {HERE: submit(recipe), RAY: submit(recipe, "--workers", "1"), PLAN: plan(pair(yard))}
+    commands = {DEFAULT: submit(recipe), RAY: submit(recipe, "--workers", "1"), PLAN: plan(pair(yard))}
     samples: dict[str, list[Sample]] = {name: [] for name in commands}
     try:
         for turn in range(asked.rounds + 1):
@@ -68,9 +68,9 @@ def main() -> int:
 def _section(samples: Mapping[str, Sequence[Sample]], size: str, words: Sequence[str]) -> str:
     rows = [_row(name, each) for name, each in samples.items()]
     table = markdown(_TITLES, rows, numbers=range(1, len(_TITLES)))
-    told = shlex.join(["python", "tests/benchmarks/startup.py", *words])
+    command = shlex.join(["python", "tests/benchmarks/startup.py", *words])
     count = len(next(iter(samples.values())))
-    return f"Parents of {size}, {machine()}; median of {count}, `{told}`.\n\n{table}"
+    return f"Parents of {size}, {machine()}; median of {count}, `{command}`.\n\n{table}"
 
 
 def _row(name: str, samples: Sequence[Sample]) -> tuple[str, ...]:

@@ -59,6 +59,14 @@ def test_a_run_is_judged_by_every_target_that_it_tells_of() -> None:
     assert found["linear with 256 MiB: in the run, times that with ample memory"].is_met is False
 
 
+def test_the_submit_of_a_tiny_model_is_judged_as_users_give_it_and_on_ray() -> None:
+    results = Results()
+    results.add(run.SUBMIT, run.DEFAULT, 0, _sample(2.0))
+    results.add(run.SUBMIT, run.RAY, 0, _sample(4.0))
+    found = [each for each in targets(results) if each.text.startswith(run.SUBMIT)]
+    assert [(each.measured, each.is_met) for each in found] == [(3.0, False), (5.0, True)]
+
+
 def test_memory_is_counted_above_the_same_merge_of_hardly_anything() -> None:
     results = Results()
     results.add(run.IDLE, "linear", 0, _sample(1, 900 * MB))
