@@ -465,11 +465,18 @@ MUTATIONS = (
         f"{STORAGE} storage/test_storage_extents.py",
     ),
     Mutation("storage/local/store.py", "if path in self._lost:", "if False:", STORAGE),
-    Mutation("storage/local/mapping.py", "self.lost_pages += 1", "pass", "storage/test_storage_mapping.py"),
+    Mutation("storage/local/mapping.py", "maps.lost_pages += 1", "pass", "storage/test_storage_mapping.py"),
     Mutation(
         "storage/local/mapping.py",
-        "if address and self._cut(",
-        "if False and self._cut(",
+        "if self._forget_range(address, address + buffer.nbytes):",
+        "if False:",
+        "storage/test_storage_mapping.py",
+    ),
+    Mutation("storage/local/mapping.py", "_LOST_PAGES.install()", "pass", "storage/test_storage_mapping.py"),
+    Mutation(
+        "storage/local/store.py",
+        "is_whole = os.fstat(descriptor).st_size >= offset + nbytes",
+        "is_whole = True",
         "storage/test_storage_mapping.py",
     ),
     Mutation(

@@ -11,7 +11,6 @@ import mmap
 import os
 import signal
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,8 @@ from raymerge.storage.local.copying import mount_of
 
 MAP_LEAST = 256 << 10
 """Bytes that are mapped faster than copied."""
-_FAST = frozenset({"ext4", "xfs"})
-"""File systems whose cache has long pages. In memory they are short, and take longer to map than to copy."""
+_FAST = frozenset({"ext4", "tmpfs", "xfs"})
+"""Of the file systems that were measured those where mapping takes less processor time than copying."""
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _FIXED = 0x10
 _POPULATE_READ = 22
@@ -30,6 +29,8 @@ _WITH_INFORMATION = 4
 _FAULT_ADDRESS = 16
 """Where ``siginfo_t`` has the address that was touched, if addresses have 64 bits."""
 _ADDRESS_BITS = 64
+_MACHINES = frozenset({"x86_64", "aarch64"})
+"""Others have the fields of ``struct sigaction`` in another order (s390x, mips64)."""
 
 
 class _Action(ctypes.Structure):
@@ -46,70 +47,117 @@ class _Action(ctypes.Structure):
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_ADDRESS, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+# Keeping the interpreter's lock, which takes longer to get again, but where pages may be fetched.
+_mmap: Callable[..., int | None] = _function(
+    ctypes.PyDLL(None).mmap, _ADDRESS, _ADDRESS, _SIZE, _NUMBER, _NUMBER, _NUMBER, ctypes.c_long
+)
+_madvise: Callable[..., int] = _function(
+    ctypes.CDLL(None, use_errno=True).madvise, _NUMBER, _ADDRESS, _SIZE, _NUMBER
+)
+_sigaction: Callable[..., int] = _function(ctypes.PyDLL(None).sigaction, _NUMBER, _NUMBER, _ADDRESS, _ADDRESS)
+
+
+class _LostPages:
+    """What this process does at SIGBUS: a page of zeros where a buffer is, and elsewhere what it did before.
+
+    It stays installed, and is never freed: whoever installs something later may go back to it at any time."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, tuple[int, PageMaps]] = {}
+        """The end of every live buffer by its address, and who maps files there."""
+        self._before = _Action()
+        self._handler = _Handler(self._on_sigbus)
+        self._action = _Action(handler=ctypes.cast(self._handler, ctypes.c_void_p), flags=_WITH_INFORMATION)
+
+    def maps_at(self, address: int) -> PageMaps | None:
+        ends = tuple(self.buffers.items())
+        return next((maps for begin, (end, maps) in ends if begin <= address < end), None)
+
+    def install(self) -> None:
+        """Before every map: others may have installed something since the last one."""
+        current = _Action()
+        _sigaction(signal.SIGBUS, None, ctypes.byref(current))
+        if current.handler != self._action.handler:
+            self._before = current
+            _sigaction(signal.SIGBUS, ctypes.byref(self._action), None)
+
+    def _on_sigbus(self, number: int, information: int, _: Any) -> None:
+        """In the thread that touched the page. It goes on where it was: on a page of others the signal comes
+        again, for what was there before; should that come back to here, the process ends as by default."""
+        address: int = ctypes.c_void_p.from_address(information + _FAULT_ADDRESS).value or 0
+        maps = self.maps_at(address)
+        if maps is not None and _map_anonymous(address - address % ALIGNMENT, ALIGNMENT):
+            maps.lost_pages += 1
+            return
+        before, self._before = self._before, _Action()
+        _sigaction(number, ctypes.byref(before), None)
+
+
+_LOST_PAGES = _LostPages()
+"""One for the process, as the system has one answer to a signal for a process."""
+
+
 class PageMaps:
     """Maps ranges of files over buffers of this process. Thread-safe for buffers of one thread each."""
 
     def __init__(self) -> None:
         self.lost_pages = 0
         """Pages of zeros so far."""
-        self._buffers: dict[int, int] = {}
-        """The end of every live buffer by its address."""
         self._mapped: dict[int, int] = {}
         """The end of what was mapped, by its address."""
         self._is_fast: dict[int, bool] = {}
         """By device of a file."""
-        self._lock = threading.RLock()
-        self._before: _Action | None = None
-        # For as long as the system may call it.
-        self._handler = _Handler(self._lose)
-        address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        # Keeping the interpreter's lock, which takes longer to get again, but where pages may be fetched.
-        self._map: Callable[..., int | None] = _function(
-            ctypes.PyDLL(None).mmap, address, (address, size, number, number, number, ctypes.c_long)
-        )
-        self._advise: Callable[..., int] = _function(
-            ctypes.CDLL(None, use_errno=True).madvise, number, (address, size, number)
-        )
-        self._act: Callable[..., int] = _function(
-            ctypes.PyDLL(None).sigaction, number, (number, address, address)
-        )
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(end - begin for begin, end in tuple(self._mapped.items()))
 
     def watch(self, buffer: memoryview, owner: object) -> None:
         """Let files be mapped over a page-aligned buffer that lives as long as ``owner`` does."""
-        is_known = sys.platform == "linux" and 8 * ctypes.sizeof(ctypes.c_void_p) == _ADDRESS_BITS
-        if is_known and mmap.PAGESIZE == ALIGNMENT:
+        if _is_known() and mmap.PAGESIZE == ALIGNMENT:
             address = address_of(buffer)
-            self._buffers[address] = address + buffer.nbytes
+            _LOST_PAGES.buffers[address] = address + buffer.nbytes, self
             weakref.finalize(owner, self._forget, address).atexit = False
 
     def map(self, descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> bool:
         """Put the pages of a file that hold a range into the first ones of a buffer. False where that is
         slower than copying, or fails."""
         address, begin = address_of(buffer), offset % ALIGNMENT
-        if not self._holds(address) or not self._maps_fast(descriptor):
+        if _LOST_PAGES.maps_at(address) is not self or not self._maps_fast(descriptor):
             return False
-        self._listen()
+        _LOST_PAGES.install()
         length = round_up(begin + nbytes)
-        self._cut(address, address + length)
+        self._forget_range(address, address + length)
         self._mapped[address] = address + length
         # Private: who writes there after all writes to a copy.
         private = mmap.MAP_PRIVATE | _FIXED
-        is_mapped = self._map(address, length, _ACCESS, private, descriptor, offset - begin) == address
+        is_mapped = _mmap(address, length, _ACCESS, private, descriptor, offset - begin) == address
         # All at once, and with an error where one is missing. Systems before 5.14 do so page by page.
         if is_mapped and (
-            not self._advise(address, length, _POPULATE_READ) or ctypes.get_errno() == errno.EINVAL
+            not _madvise(address, length, _POPULATE_READ) or ctypes.get_errno() == errno.EINVAL
         ):
             return True
         self.release(buffer)
         return False
 
     def release(self, buffer: memoryview) -> None:
-        """Give a buffer memory of its own again, where it has pages of files."""
-        address = address_of(buffer) if self._mapped else 0
-        if address and self._cut(address, address + buffer.nbytes):
-            self._clear(address, buffer.nbytes)
+        """Give a buffer memory of its own again, where it has pages of files. Raises MemoryError."""
+        if not self._mapped or not buffer.nbytes:
+            return
+        address = address_of(buffer)
+        if self._forget_range(address, address + buffer.nbytes):
+            if not _map_anonymous(address, buffer.nbytes):
+                raise MemoryError("the system gives a buffer no memory in the place of a file's pages.")
+            # As ``aligned_buffer`` has it. A kernel without huge pages refuses.
+            _madvise(address, buffer.nbytes, mmap.MADV_HUGEPAGE)
 
-    def _cut(self, first: int, last: int) -> bool:
+    def _forget_range(self, first: int, last: int) -> bool:
         """Forget what is mapped between two addresses; whether anything was."""
         cut = [(begin, end) for begin, end in tuple(self._mapped.items()) if begin < last and first < end]
         for begin, end in cut:
@@ -120,13 +168,6 @@ class PageMaps:
                 self._mapped[last] = end
         return bool(cut)
 
-    def _clear(self, address: int, nbytes: int) -> bool:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
-        return self._map(address, nbytes, _ACCESS, flags, -1, 0) == address
-
-    def _holds(self, address: int) -> bool:
-        return any(begin <= address < end for begin, end in tuple(self._buffers.items()))
-
     def _maps_fast(self, descriptor: int) -> bool:
         device = os.fstat(descriptor).st_dev
         if device not in self._is_fast:
@@ -134,31 +175,17 @@ class PageMaps:
         return self._is_fast[device]
 
     def _forget(self, address: int) -> None:
-        """The memory is gone, and with it what was mapped there; the last one has the handler go too."""
-        self._cut(address, self._buffers.pop(address))
-        with self._lock:
-            if not self._buffers and self._before is not None:
-                self._act(signal.SIGBUS, ctypes.byref(self._before), None)
-                self._before = None
-
-    def _listen(self) -> None:
-        with self._lock:
-            if self._before is None:
-                before, handler = _Action(), ctypes.cast(self._handler, ctypes.c_void_p)
-                mine = _Action(handler=handler, flags=_WITH_INFORMATION)
-                self._act(signal.SIGBUS, ctypes.byref(mine), ctypes.byref(before))
-                self._before = before
-
-    def _lose(self, number: int, information: int, _: Any) -> None:
-        """The signal, in the thread that touched the page. It goes on where it was; on a page of others the
-        signal comes again, and is for whoever was there before."""
-        address: int = ctypes.c_void_p.from_address(information + _FAULT_ADDRESS).value or 0
-        if self._holds(address) and self._clear(address - address % ALIGNMENT, ALIGNMENT):
-            self.lost_pages += 1
-        elif self._before is not None:
-            self._act(number, ctypes.byref(self._before), None)
+        """The memory is gone, and with it what was mapped there."""
+        end, _ = _LOST_PAGES.buffers.pop(address)
+        self._forget_range(address, end)
 
 
-def _function(function: Any, result: Any, arguments: tuple[Any, ...]) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
+def _is_known() -> bool:
+    """Whether the structures of signals are laid out as they are here."""
+    is_64_bit = 8 * ctypes.sizeof(ctypes.c_void_p) == _ADDRESS_BITS
+    return sys.platform == "linux" and is_64_bit and os.uname().machine in _MACHINES
+
+
+def _map_anonymous(address: int, nbytes: int) -> bool:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
+    return _mmap(address, nbytes, _ACCESS, flags, -1, 0) == address

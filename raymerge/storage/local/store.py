@@ -278,7 +278,9 @@ class Extents:
         if nbytes < MAP_LEAST:
             return False
         with self._files.borrow(path, writable=False) as descriptor:
-            is_cached = self._residency.is_cached(descriptor, offset, nbytes)
+            # Of a file that ends within its last page the rest of the page would be zeros, without a signal.
+            is_whole = os.fstat(descriptor).st_size >= offset + nbytes
+            is_cached = is_whole and self._residency.is_cached(descriptor, offset, nbytes)
             return is_cached and maps.map(descriptor, offset, nbytes, buffer)
 
     def write_in_place(self, path: str, offset: int, view: memoryview) -> None:
@@ -512,7 +514,7 @@ class LocalStore:
 
     def check_expected(self) -> None:
         for path in tuple(self._compared):
-            # What is gone was read whole all the same; whoever wants more of it will say so.
+            # What is gone was whole when it was read or mapped; whoever wants more of it will say so.
             with suppress(OSError):
                 self._compare(path, os.stat(path))
 
