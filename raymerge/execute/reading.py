@@ -249,8 +249,9 @@ class _Request:
 class _Rest:
     """What a load leaves of its buffer."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, maps: PageMaps | None) -> None:
         self._buffer = buffer
+        self._maps = maps
 
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 ``[nbytes]``, aligned for every dtype; where the rest is too short, memory of its own.
@@ -258,6 +259,10 @@ class _Rest:
         That is where the rows at the ends of an op's last tile are longer than the tile."""
         if nbytes > self._buffer.numel():
             return torch.empty(nbytes, dtype=torch.uint8)
+        if self._maps is not None and nbytes:
+            # Files that the load before was mapped from are not to be read for what is written here.
+            self._maps.release(self._buffer.numpy().data)
+            self._maps = None
         taken, self._buffer = self._buffer[:nbytes], self._buffer[-(-nbytes // _ELEMENT) * _ELEMENT :]
         return taken
 
@@ -292,7 +297,7 @@ class LoadReader:
                 own[each.what] = request.region[first : first + each.range.nbytes]
         repeated = [tile.op.repeated for tile in load.tiles]
         self.read_bytes += sum(each.range.nbytes for each in needed if not repeated[each.tile][each.number])
-        rest, raws = _Rest(buffer[place:]), []
+        rest, raws = _Rest(buffer[place:], self._maps), []
         for position, tile in enumerate(load.tiles):
             self._take_up_factors(tile)
             inputs: list[RawInput] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.checkpoint_maker import llama_config
-from kits.gather_maker import expression, make_stock, plan_of, row_of
+from kits.gather_maker import expression, make_stock, plan_of, row_of, whole
 from kits.plan_maker import good, header_checkpoint, llama_specs
 from kits.recipe_maker import linear
 
 from raymerge.dtypes import DType
 from raymerge.execute.lane import LoadBuffer
-from raymerge.execute.reading import Load, LoadReader, ReadPlan, TileJob, read_plans
+from raymerge.execute.reading import Load, LoadReader, RawRows, ReadPlan, TileJob, read_plans
 from raymerge.execute.transfers import HostTransfers
+from raymerge.merge_plan import segments
 from raymerge.merge_plan.expressions import (
     Expression,
     Gather,
@@ -39,6 +41,8 @@ from raymerge.merge_plan.memory import READ_MARGIN, Lane
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, sample_runs
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, buffer_nbytes
+from raymerge.storage.local.mapping import PageMaps
+from raymerge.storage.local.store import LocalStore
 
 BYTES = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()
 """What every file of the stand-in store holds."""
@@ -518,6 +522,36 @@ def test_padding_comes_in_whole_groups(method: str, loads: int, tmp_path: Path) 
 def _decoded(plan: Plan) -> list[OpJob]:
     jobs = Jobs(plan)
     return [op for segment in range(plan["segments"].num_rows) for op in jobs.ops(segment)]
+
+
+def test_gathered_rows_are_not_read_over_pages_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was cut short since would have reading another one fail."""
+    monkeypatch.setattr(PageMaps, "_maps_fast", lambda *_: True)
+    monkeypatch.setattr(segments, "_SEGMENTS_WANTED", 1)
+    shape = (1024, 128)
+    one, other = torch.randn(shape), torch.randn(shape)
+    stock = make_stock(tmp_path, {"one": one}, {"other": other})
+    made_of = expression("linear", sources=1)
+    inputs = {"one": stock.read("one"), "other": gathered(0, whole(stock.term("other", 1), shape[1]))}
+    outputs = [
+        Output(name, DType.F32, shape, (Op(one.numel(), made_of, (Part(name, shape, None),), (each,)),), True)
+        for name, each in inputs.items()
+    ]
+    plan = plan_of(stock, outputs)
+    ops = sorted(_decoded(plan), key=lambda op: op.tensor)
+    first, second = (next(read_plans([op], Lane(64 << 20), CPU)).loads[0] for op in ops)
+    maps, buffer = PageMaps(), torch.frombuffer(aligned_buffer(first.nbytes), dtype=torch.uint8)
+    maps.watch(buffer.numpy().data, buffer)
+    reader = LoadReader([LocalStore(each.root) for each in stock.sources], maps)
+    reader.read(first, buffer)
+    assert maps.mapped_bytes
+    os.truncate(Path(stock.sources[0].root) / "model.safetensors", 1)
+    ((rows,),) = reader.read(second, buffer)
+    assert isinstance(rows, RawRows)
+    assert torch.equal(torch.cat(rows.stored).view(torch.float32).view(shape), other)
+    assert (maps.mapped_bytes, maps.lost_pages) == (0, 0)
 
 
 def test_tables_may_be_cut_by_arrow(tmp_path: Path) -> None:

@@ -480,6 +480,12 @@ MUTATIONS = (
         "storage/test_storage_mapping.py",
     ),
     Mutation(
+        "execute/reading.py",
+        "self._maps.release(self._buffer.numpy().data)",
+        "pass",
+        "execute/test_execute_reading.py",
+    ),
+    Mutation(
         "execute/segment.py",
         "if self._maps.lost_pages > lost_pages:",
         "if False:",
