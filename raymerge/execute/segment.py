@@ -147,7 +147,8 @@ class Resident(NamedTuple):
 _RESIDENT = re.compile(rb"^(Vm\w+|Rss\w+):\s*(\d+) kB$", re.MULTILINE)
 
 
-def _resident_bytes() -> Resident:
+def _resident_bytes(mapped_bytes: int = 0) -> Resident:
+    """``mapped_bytes``: of files in the place of a lane's memory. They count as if that were there."""
     try:
         with open("/proc/self/status", "rb", buffering=0) as file:
             # Every load asks: a few lines, rather than all taken apart.
@@ -157,7 +158,7 @@ def _resident_bytes() -> Resident:
     except (OSError, KeyError):  # not Linux
         memory = psutil.Process().memory_info()
         return Resident(int(memory.rss), 0, int(getattr(memory, "shared", 0)))
-    return Resident(now, most, of_files + shared)
+    return Resident(now, most, of_files + shared - mapped_bytes)
 
 
 @dataclass(slots=True)
@@ -247,7 +248,7 @@ class SegmentRunner:
         self._in_hand: dict[int, _LaneInHand] = {}
         self._lanes = threading.Semaphore(projection.lanes)
         self._maps = PageMaps()
-        self._heap = HeapWatch(projection.peak)
+        self._heap = HeapWatch(projection.peak, resident=lambda: _resident_bytes(self._maps.mapped_bytes))
         self._turns = threading.Semaphore(threads)
         self._lane_state = LaneState(
             seed=int(plan.manifest["seed"]), aborted=threading.Event(), watch=self._heap.check

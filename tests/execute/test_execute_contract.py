@@ -57,6 +57,8 @@ BUDGET = 16 * MIB
 """What most methods are measured with: the smallest that there is."""
 ROOMY = 48 * MIB
 """The same for inputs that are not read as they are stored, whose tiles take all that there is."""
+LARGE = 256 * MIB
+"""Where most of what is measured are loads, which are mapped."""
 THREADS, LANES = 2, 4
 COLUMNS = 4096
 BIG, NUM_BIG = 2560, 4
@@ -92,7 +94,7 @@ def _need(name: str) -> tuple[int, float]:
 QUICK = ("linear", "slerp", "ties", "model_stock", "passthrough", "copy")
 WATCHED = tuple({_kind(name): name for name in sorted(methods(), key=_need)}.values())
 """Of each kind of methods the one that takes most."""
-CASES = (*WATCHED, *(f"{name} by row" for name in WISE), "copy", *ROWS_KINDS)
+CASES = (*WATCHED, *(f"{name} by row" for name in WISE), "copy", "large loads", *ROWS_KINDS)
 
 
 def _weights(rows: int, seed: int) -> torch.Tensor:
@@ -127,6 +129,7 @@ def _recipes(models: tuple[Path, Path, Path], matrices: tuple[Path, Path, Path])
         "merge_method": "passthrough",
         "models": [{**alone[0], "parameters": {"scale": 0.5}}],
     }
+    found["large loads"] = found["ties"]
     found["copy"] = {"merge_method": "passthrough", "models": alone}
     for name, values in WISE.items():
         found[f"{name} by row"] = {**found[name], "parameters": values}
@@ -187,7 +190,8 @@ for name, recipe in job["big"].items():
     small, small_plan = merged(job["small"][name], None), plan(job["small"][name])
     made = plan(recipe)
     least = project(made, SMALLEST_BUDGET).least_budget
-    budget = max(contract.BUDGET, -(-least // contract.MIB) * contract.MIB)
+    wanted = contract.LARGE if name == "large loads" else contract.BUDGET
+    budget = max(wanted, -(-least // contract.MIB) * contract.MIB)
     options = RunOptions(inline=True, device="cpu", threads=contract.THREADS, memory=budget)
     projected = fit_budget(made, options)
     found = measured(lambda: merged(recipe, budget))
@@ -308,7 +312,7 @@ def test_a_process_grows_by_no_more_than_was_stated(name: str, found: dict[str, 
     assert each["projected"] > 0
     assert each["measured"] <= 1.3 * each["projected"] + SLACK, each
     assert each["receipt"] <= 1.3 * each["projected"] + SLACK, each
-    assert each["receipt"] <= each["measured"] + SLACK, each
+    assert abs(each["receipt"] - each["measured"]) <= SLACK, each
 
 
 SAMPLE_BYTES = 2 * SAMPLE_RUNS * SAMPLE_LENGTH

@@ -647,6 +647,17 @@ def test_mapped_inputs_give_the_bytes_of_copied_ones(name: str, long: Family, tm
 
 
 @pytest.mark.usefixtures("maps_all")
+def test_mapped_inputs_count_as_memory_of_a_worker(long: Family, tmp_path: Path) -> None:
+    bench = make_bench(recipes(long)["linear"], tmp_path / "out")
+    _sources(bench, _Mapped)
+    bench.runner.run(0)
+    heap, maps = bench.runner._heap, bench.runner._maps
+    assert maps.mapped_bytes > 256 << 10
+    uncounted = heap.resident().own - segment_module._resident_bytes().own
+    assert uncounted == pytest.approx(maps.mapped_bytes, abs=128 << 10)
+
+
+@pytest.mark.usefixtures("maps_all")
 def test_a_source_that_is_cut_short_while_it_is_mapped_is_named(long: Family, tmp_path: Path) -> None:
     class Cut(_Mapped):
         def after(self) -> None:
