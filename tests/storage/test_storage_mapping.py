@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +182,22 @@ def test_memory_of_its_own_is_as_it_was_before(store: LocalStore, monkeypatch: p
     monkeypatch.setattr(mapping, "_map_anonymous", lambda *_: False)
     with pytest.raises(MemoryError, match="no memory"):
         maps.release(buffer)
+
+
+def test_ranges_of_one_buffer_may_be_read_by_threads(store: LocalStore) -> None:
+    """As those of servers are, where a file was mapped over all of them before."""
+    maps, owner, interval = PageMaps(), Owner(), sys.getswitchinterval()
+    buffer = watched(maps, owner)
+    ranges = [buffer[first : first + ALIGNMENT] for first in range(0, NBYTES, ALIGNMENT)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(40):
+            assert store.map_extent("x", 0, NBYTES, buffer, maps) == 0
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(maps.release, ranges))
+            assert maps.mapped_bytes == 0
+    finally:
+        sys.setswitchinterval(interval)
 
 
 FAULTS = """

@@ -11,6 +11,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -104,13 +105,15 @@ _LOST_PAGES = _LostPages()
 
 
 class PageMaps:
-    """Maps ranges of files over buffers of this process. Thread-safe for buffers of one thread each."""
+    """Maps ranges of files over buffers of this process. Thread-safe for ranges of one thread each."""
 
     def __init__(self) -> None:
         self.lost_pages = 0
         """Pages of zeros so far."""
         self._mapped: dict[int, int] = {}
         """The end of what was mapped, by its address."""
+        # Reentrant, as a buffer may go at any time.
+        self._lock = threading.RLock()
         self._is_fast: dict[int, bool] = {}
         """By device of a file."""
 
@@ -159,13 +162,15 @@ class PageMaps:
 
     def _forget_range(self, first: int, last: int) -> bool:
         """Forget what is mapped between two addresses; whether anything was."""
-        cut = [(begin, end) for begin, end in tuple(self._mapped.items()) if begin < last and first < end]
-        for begin, end in cut:
-            del self._mapped[begin]
-            if begin < first:
-                self._mapped[begin] = first
-            if last < end:
-                self._mapped[last] = end
+        with self._lock:
+            mapped = tuple(self._mapped.items())
+            cut = [(begin, end) for begin, end in mapped if begin < last and first < end]
+            for begin, end in cut:
+                del self._mapped[begin]
+                if begin < first:
+                    self._mapped[begin] = first
+                if last < end:
+                    self._mapped[last] = end
         return bool(cut)
 
     def _maps_fast(self, descriptor: int) -> bool:
