@@ -180,7 +180,9 @@ def test_an_embedded_ray_leaves_standard_output_and_the_machine_as_they_were(
     home.mkdir()
     current = Path("/tmp/ray/ray_current_cluster")
     before = current.stat().st_mtime_ns if current.exists() else None
-    decoy = {"HOME": str(home), "RAY_ADDRESS": "127.0.0.1:1"}
+    # As in a job of another Ray, which has an environment.
+    job = {"runtime_env": {"env_vars": {"A": "1"}}, "metadata": {}}
+    decoy = {"HOME": str(home), "RAY_ADDRESS": "127.0.0.1:1", "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
     output = tmp_path / "out"
     with driver(recipes(medium)["linear"], output, workers=1, pause=0.1, environment=decoy) as process:
         wait_for_receipts(output, 2)

@@ -194,7 +194,7 @@ class RayConnection:
         # A short path: Ray's socket names below it must stay under 108 bytes.
         self._directory = OwnDirectory("/tmp" if os.path.isdir("/tmp") else None)
         # "local", because without an address Ray joins any cluster that it finds on this machine.
-        with _helpers_left_out(self.ray), _agents_replaced(self.ray):
+        with _jobs_environment_left_out(), _helpers_left_out(self.ray), _agents_replaced(self.ray):
             self.ray.init(
                 address="local",
                 num_cpus=self._num_cpus,
@@ -294,6 +294,21 @@ def _helpers_left_out(ray: Any) -> Iterator[None]:
             setattr(node, name, start)
 
 
+_OF_JOBS = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
+"""What Ray takes the environment of a job from: ``ray job submit`` sets the first for its drivers."""
+
+
+@contextmanager
+def _jobs_environment_left_out() -> Iterator[None]:
+    """Start Ray without an environment of the job, which only its agents could prepare. What that of an outer
+    job has was prepared for this process, and workers of an embedded Ray inherit it."""
+    values = {name: os.environ.pop(name) for name in _OF_JOBS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(values)
+
+
 _AGENT_OPTIONS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 _AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT")
 _NO_PORT = -1
@@ -329,7 +344,7 @@ def _with_stand_ins(raylet: Any, command: Sequence[str]) -> list[str]:
     for name in names:
         # What Ray's own agent writes down where it offers no service.
         raylet.persist_port(place, node, name, _NO_PORT)
-    stand_in = subprocess.list2cmdline([sys.executable, "-IS", _STAND_IN])
+    stand_in = subprocess.list2cmdline([sys.executable, "-IS", _STAND_IN, str(os.getpid())])
     return [
         f"{option}={stand_in}" if (option := word.partition("=")[0]) in _AGENT_OPTIONS else word
         for word in command
