@@ -19,7 +19,8 @@ else:
             import torch as module
 
             # From now on it is what it would have been.
-            for own in [each for key, each in tuple(sys.modules.items()) if key.startswith(__package__)]:
+            ours = f"{__package__}."
+            for own in [each for name, each in tuple(sys.modules.items()) if name.startswith(ours)]:
                 if vars(own).get("torch") is self:
                     own.torch = module
             return getattr(module, name)

@@ -7,13 +7,16 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from kits.checkpoint_maker import tiny_llama
 
+from raymerge import deferred
 from raymerge.runtime.workers import importing
 from raymerge.runtime.workers.importing import heavy_imports
 
@@ -59,6 +62,48 @@ main()
 """
 
 
+_TORCH_WATCHED = """
+import gc, signal, sys
+class Watch:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "torch":
+            sys.meta_path.remove(Watch)
+            is_ours = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+            open("loaded", "w").write(f"{gc.isenabled()} {is_ours}")
+
+
+sys.meta_path.insert(0, Watch)
+from raymerge.cli.main import main
+main()
+"""
+
+
+def test_nothing_interrupts_torch_while_a_merge_in_this_process_loads_it(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "a", seed=0)
+    words = ["submit", _recipe(tmp_path, ["a"]), "--inline"]
+    command = [sys.executable, "-c", _TORCH_WATCHED, *words]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    assert (tmp_path / "loaded").read_text() == "False True"
+
+
+def _recipe(root: Path, names: Sequence[str]) -> str:
+    models = [{"model": name, "parameters": {"weight": 0.5}} for name in names]
+    recipe = {"merge_method": "ties", "base_model": "a", "models": models, "dtype": "bfloat16"}
+    (root / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    return "recipe.yml"
+
+
+def test_only_own_modules_get_torch_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in: Any = vars(deferred)["_Torch"]()
+    own, foreign = SimpleNamespace(torch=stand_in), SimpleNamespace(torch=stand_in)
+    monkeypatch.setitem(sys.modules, "raymerge.own", own)
+    monkeypatch.setitem(sys.modules, "raymerge_foreign", foreign)
+    assert stand_in.float32 is sys.modules["torch"].float32
+    assert own.torch is sys.modules["torch"]
+    assert foreign.torch is stand_in
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -70,9 +115,7 @@ main()
 def test_plans_and_drivers_do_without_torch(words: list[str], tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         tiny_llama(tmp_path / name, seed=seed)
-    models = [{"model": name, "parameters": {"weight": 0.5}} for name in "ab"]
-    recipe = {"merge_method": "ties", "base_model": "a", "models": models, "dtype": "bfloat16"}
-    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    _recipe(tmp_path, "ab")
     command = [sys.executable, "-c", _WITHOUT_TORCH, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr

@@ -247,17 +247,18 @@ class InlinePool:
         """``on_event`` receives parts that ran out of memory."""
         self._on_event = on_event
         self._options = RunOptions(device=device, threads=threads, inline=True)
-        self._device = torch.device("cpu")
+        # None for processors: a torch.device would load torch here, where Ctrl-C may cut that short.
+        self._gpu: torch.device | None = None
         self.device_reason = ""
         self._settings = ExitStack()
 
     @property
     def device(self) -> str:
-        return self._device.type
+        return "cpu" if self._gpu is None else self._gpu.type
 
     @property
     def threads(self) -> int:
-        return layout_of(self._options, (cores_here(),), int(self._device.type != "cpu")).threads
+        return layout_of(self._options, (cores_here(),), int(self._gpu is not None)).threads
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -267,21 +268,27 @@ class InlinePool:
     def stage_numerics(self) -> dict[str, str]:
         return {**self.numerics, **device_numerics.kernels_of(self._device)}
 
+    @property
+    def _device(self) -> torch.device:
+        return self._gpu or torch.device("cpu")
+
     def start(self) -> None:
         with heavy_imports():
             import torch  # noqa: F401
 
             import raymerge.execute.segment  # noqa: F401
         self._settings.enter_context(device_numerics.full_float32())
-        if self._options.device != "auto":
-            self._device = device_numerics.choose_device(self._options.device)
+        if self._options.device == "cuda":
+            self._gpu = device_numerics.choose_device("cuda")
 
     def settle(self, choose: Callable[[], device_numerics.DeviceChoice]) -> None:
         if self._options.device == "auto" and devices.find_gpu() is not None:
             choice = choose()
             if choice.device == "cuda":
-                self._device = device_numerics.choose_device("auto")
-                choice = device_numerics.NO_GPU_WORKS if self._device.type == "cpu" else choice
+                device = device_numerics.choose_device("auto")
+                self._gpu, choice = (
+                    (None, device_numerics.NO_GPU_WORKS) if device.type == "cpu" else (device, choice)
+                )
             self.device_reason = choice.reason
 
     def survey(self, work: Work) -> None: ...
