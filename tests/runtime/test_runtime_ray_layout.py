@@ -246,7 +246,10 @@ def _reason(ray: PaperRay) -> str:
             PaperRay.exceptions.GetTimeoutError("Get timed out"),
             "they did not start within 120 s (Get timed out)",
         ),
-        (PaperRay.exceptions.RayActorError("It died"), "they did not start within 120 s (It died)"),
+        (
+            PaperRay.exceptions.RayActorError("Died in \x1b[36m__init__()\x1b[39m\n...\nImportError: lib.so"),
+            "they ended before they were up (ImportError: lib.so)",
+        ),
         (
             PaperRay.exceptions.RayTaskError(
                 OptionError(Problem("--device", "cuda cannot be used here: CUDA error.", "Look."))

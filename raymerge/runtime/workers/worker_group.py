@@ -15,6 +15,7 @@ from raymerge.runtime.workers.sizing import Layout, Machine, most_lanes
 
 _LOOK_SECONDS = 5.0
 """How often somebody may look around while workers are waited for."""
+_REASON_SIZE = 300
 
 
 def ready_answers(
@@ -30,8 +31,10 @@ def ready_answers(
             raise cause_of(error) from error
         except ray.exceptions.ActorUnavailableError:
             answers.append(None)
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
+        except ray.exceptions.GetTimeoutError as error:
             raise not_started(seconds, first_line(error)) from error
+        except ray.exceptions.RayActorError as error:
+            raise _ended_early(error) from error
     return answers
 
 
@@ -47,6 +50,13 @@ def not_started(seconds: float, reason: str) -> OptionError:
     what = f"they did not start within {seconds:.0f} s ({reason})."
     remedy = "Look at 'ray status': the cluster may be full or short of memory; --inline needs none."
     return OptionError(Problem("workers", what, remedy))
+
+
+def _ended_early(error: Exception) -> OptionError:
+    # The last line of a traceback is what was raised; above it Ray tells where, in colours.
+    reason = (str(error).strip().splitlines() or [""])[-1].strip()[:_REASON_SIZE].rstrip(".")
+    remedy = "Mend what that names, where workers run."
+    return OptionError(Problem("workers", f"they ended before they were up ({reason}).", remedy))
 
 
 def cause_of(error: Any) -> Exception:
