@@ -52,7 +52,7 @@ from raymerge.recipes.schema import Recipe
 from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
-from raymerge.runtime.driver.in_process import is_for_this_process
+from raymerge.runtime.driver.in_process import run_options
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
 from raymerge.runtime.driver.report_run import ReportRun, Subject, subject_of_merge, subject_of_output
 from raymerge.runtime.driver.run import RunResult
@@ -348,11 +348,11 @@ def submit(
         plan_for(recipe, place, chosen)
     with Journal(on_event or (lambda _: None)) as emit:
         merges = plan_for(merge_order(draft.require()), place, chosen)
-        if is_for_this_process(merges, place, chosen):
-            chosen = replace(chosen, inline=True)
-            emit(RayLeftOut())
+        asked, chosen = chosen, run_options(merges, place, chosen)
         job = MergeJob(merges, place, chosen, on_event=emit, began=began, journal=emit)
         job.check()
+        if chosen.inline and not asked.inline:
+            emit(RayLeftOut())
         # No more workers than parts of the work, if known by now.
         with _started(chosen, emit, parts=job.most_segments) as pool:
             return job.carry_out(pool)

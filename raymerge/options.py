@@ -44,8 +44,8 @@ class RunOptions:
     """Keep results of stages and intermediate merges beside the output."""
     threads: int | None = None
     """Computing threads of a worker; None: its cores, at most 4."""
-    patience: float = USUAL_PATIENCE
-    """Seconds without progress of its part after which a Ray worker is replaced."""
+    patience: float | None = None
+    """Seconds without progress of its part after which a Ray worker is replaced; None: ten minutes."""
     storage: StoreOptions = NO_OPTIONS
     scratch: str | None = None
     """Directory on each worker for shards until upload to an object store; None: not on disk."""
@@ -81,7 +81,7 @@ class RunOptions:
         if self.steps is not None and not (self.steps.strip() and is_path(self.steps)):
             remedy = "Give a path that all machines of the run see, like /mnt/shared/steps, or leave it out."
             yield "--steps", f"'{shown(self.steps)}' is no path of a directory.", remedy
-        if not self.patience > 0:
+        if self.patience is not None and not self.patience > 0:
             yield "--patience", f"in {self.patience:g} seconds nobody gets on.", "Give more than 0."
         if self.inline and self.address is not None:
             what = "a run in this process has no cluster address."

@@ -38,7 +38,7 @@ def convert(
     memory: shared.Memory = None,
     device: shared.DeviceFlag = None,
     address: shared.Address = None,
-    inline: shared.Inline = False,
+    inline: shared.MergeInline = False,
     patience: shared.Patience = None,
     replace: shared.Replace = False,
     dry_run: shared.DryRun = False,

@@ -46,8 +46,11 @@ DeviceFlag: TypeAlias = Annotated[
 Address: TypeAlias = Annotated[
     str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
 ]
-_INLINE_HELP = "Run in this process, without Ray, as a small merge does by itself."
-Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help=_INLINE_HELP)]
+_INLINE_HELP = "Run in this process, without Ray"
+Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help=f"{_INLINE_HELP}.")]
+MergeInline: TypeAlias = Annotated[
+    bool, typer.Option("--inline", help=f"{_INLINE_HELP}, as a small merge does by itself.")
+]
 Patience: TypeAlias = Annotated[
     float | None,
     typer.Option(
@@ -105,8 +108,8 @@ def given(**flags: Any) -> dict[str, Any]:
 
 
 def options_from(profile: Profile, flags: Mapping[str, Any], *, address: str | None) -> RunOptions:
-    # Who has written down how to run has decided that too.
-    inline = None if profile == type(profile)() else False
+    # Who has written down how to run has decided that too, even where it is the default.
+    inline = False if profile.model_fields_set else None
     return RunOptions(
         **{"inline": inline, **profile.run.model_dump(exclude_none=True), **flags},
         address=address,

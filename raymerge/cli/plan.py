@@ -116,19 +116,20 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
         from raymerge.api import plan_for
         from raymerge.publish.output_place import place_of
         from raymerge.runtime.driver.chained_merges import chosen_steps, kept_steps, steps_problems
-        from raymerge.runtime.driver.in_process import is_for_this_process
+        from raymerge.runtime.driver.in_process import run_options
 
     merges, place = plan_for(recipe, output, options), place_of(output, options)
     lacks = tuple(steps_problems(place, options, merges))
     made = frozenset() if lacks else kept_steps(merges, place, options.steps)
-    steps, accounts = chosen_steps(place, options, merges), []
+    steps, chosen, accounts = chosen_steps(place, options, merges), run_options(merges, place, options), []
+    is_here = bool(chosen.inline and not options.inline)
     for number, merge in enumerate(merges, start=1):
         is_last, which, is_made, name = merge is merges[-1], "", None, merge.recipe.name
         if len(merges) > 1:
             which = f", merge {number} of {len(merges)}{f': {name}' if name else ''}"
             is_made = name in made
-        explanation = _explained(merge, options, lacks if is_last else ())
-        own_steps, is_here = steps if is_last else "", is_for_this_process(merges, place, options)
+        explanation = _explained(merge, chosen, lacks if is_last else ())
+        own_steps = steps if is_last else ""
         accounts.append(
             Account(merge, explanation, f"{title}{which}", is_made, steps=own_steps, is_in_process=is_here)
         )

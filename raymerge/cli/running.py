@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from raymerge.cli.adapters import show_combination
@@ -277,14 +277,14 @@ def rehearse(request: Request, out: Output) -> int:
     if not out.as_json:
         show_accounts(out.console, accounts)
     merges = [account.merge for account in accounts]
-    place = place_of(request.output, request.options)
-    MergeJob(merges, place, request.options, on_event=lambda _: None).check()
+    place, is_here = place_of(request.output, request.options), accounts[-1].is_in_process
+    options = replace(request.options, inline=True) if is_here else request.options
+    MergeJob(merges, place, options, on_event=lambda _: None).check()
     if out.as_json:
         reports = [account.to_json(tensors=False) for account in accounts]
         plans = reports[0] if len(reports) == 1 else {"merges": reports}
         out.json({"event": "dry_run", "place": request.output, **plans})
     else:
-        is_here = accounts[-1].is_in_process
         by = " in this process" if is_here else _by_whom(request.options)
         what = f"{request.output} can be made{by}"
         out.console.print(f"\ndry run: nothing was written; {what}", soft_wrap=True)

@@ -51,7 +51,7 @@ def submit(
     target: shared.TargetChoice = None,
     address: Annotated[str | None, typer.Option(metavar="ADDR", help=_ADDRESS_HELP)] = None,
     detach: Annotated[bool, typer.Option("--detach", help=_DETACH_HELP)] = False,
-    inline: shared.Inline = False,
+    inline: shared.MergeInline = False,
     patience: shared.Patience = None,
     scratch: Annotated[str | None, typer.Option(metavar="DIR", help=_SCRATCH_HELP)] = None,
     steps: Annotated[str | None, typer.Option(metavar="DIR", help=_STEPS_HELP)] = None,

@@ -47,7 +47,7 @@ def transplant(
     memory: shared.Memory = None,
     device: shared.DeviceFlag = None,
     address: shared.Address = None,
-    inline: shared.Inline = False,
+    inline: shared.MergeInline = False,
     patience: shared.Patience = None,
     steps: Annotated[str | None, typer.Option(metavar="DIR", help=_STEPS_HELP)] = None,
     replace: shared.Replace = False,

@@ -190,6 +190,12 @@ def test_the_profile_fills_what_no_flag_gives() -> None:
     assert options.replace
 
 
+def test_only_merges_run_in_this_process_by_themselves(tmp_path: Path) -> None:
+    helps = {verb: run_command(verb, "--help", cwd=tmp_path).text for verb in ("submit", "verify", "report")}
+    assert all("--inline" in text for text in helps.values())
+    assert ["small merge" in text for text in helps.values()] == [True, False, False]
+
+
 def test_a_flag_wins_even_where_it_says_what_is_usual() -> None:
     flags = given(workers=5, device="auto", patience=USUAL_PATIENCE)
     options = options_from(parse_profile(PROFILE), flags, address=None)

@@ -342,6 +342,18 @@ MUTATIONS = (
         "runtime/test_runtime_in_process.py",
     ),
     Mutation(
+        "runtime/driver/in_process.py",
+        "own = _seconds(plan, here,",
+        "own = _seconds(plan, options,",
+        "runtime/test_runtime_in_process.py",
+    ),
+    Mutation(
+        "cli/plan.py",
+        "_explained(merge, chosen,",
+        "_explained(merge, options,",
+        "runtime/test_runtime_in_process.py",
+    ),
+    Mutation(
         "runtime/workers/ray_environment.py",
         "if place is None or node is None or None in names",
         "if place is None or node is None",

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,20 @@ from kits.command_line import run_command
 from kits.driver_process import driver
 from kits.merge_cases import Family, digests, merge, recipes
 
-from raymerge.api import plan_for
-from raymerge.events import RayLeftOut, Started
-from raymerge.options import RunOptions
+from raymerge.api import plan_for, submit
+from raymerge.cli.plan import explain_all
+from raymerge.errors import TargetError
+from raymerge.events import Ended, RayLeftOut, Started
+from raymerge.options import USUAL_PATIENCE, RunOptions
 from raymerge.planner.merges import PlannedMerge
 from raymerge.runtime.driver import in_process
-from raymerge.runtime.driver.in_process import RAY_SECONDS, SMALL_SECONDS, is_for_this_process
+from raymerge.runtime.driver.in_process import RAY_SECONDS, SMALL_SECONDS, run_options
 
 OUT = "/nowhere/out"
+
+
+def _is_here(merges: Sequence[PlannedMerge], output: Path | str, options: RunOptions) -> bool:
+    return bool(run_options(merges, output, options).inline)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +47,8 @@ def small(recipe: str) -> tuple[PlannedMerge, ...]:
 
 
 def test_a_small_merge_is_for_this_process(small: tuple[PlannedMerge, ...]) -> None:
-    assert is_for_this_process(small, OUT, RunOptions())
-    assert is_for_this_process(small, OUT, RunOptions(threads=1, memory=1 << 30, device="cpu", replace=True))
+    assert _is_here(small, OUT, RunOptions())
+    assert _is_here(small, OUT, RunOptions(threads=1, memory=1 << 30, device="cpu", replace=True))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,7 @@ def test_a_small_merge_is_for_this_process(small: tuple[PlannedMerge, ...]) -> N
         {"inline": False},
         {"address": "auto"},
         {"patience": 30.0},
+        {"patience": USUAL_PATIENCE},
         {"device": "cuda"},
         {"run": "raymerge-0123456789ab"},
         # It says itself that this is too little.
@@ -58,19 +66,59 @@ def test_a_small_merge_is_for_this_process(small: tuple[PlannedMerge, ...]) -> N
     ],
 )
 def test_whoever_asks_for_workers_gets_them(options: dict[str, Any], small: tuple[PlannedMerge, ...]) -> None:
-    assert not is_for_this_process(small, OUT, RunOptions(**options))
+    assert not _is_here(small, OUT, RunOptions(**options))
 
 
 def test_what_may_take_long_is_for_ray(small: tuple[PlannedMerge, ...], tmp_path: Path) -> None:
     (merge_of_one,) = small
-    assert not is_for_this_process((replace(merge_of_one), merge_of_one), OUT, RunOptions())
-    assert not is_for_this_process(small, "s3://bucket/out", RunOptions())
-    models = [
-        {"model": str(make_sparse(tmp_path / name, SIZES["7B"])), "parameters": {"weight": 0.5}}
-        for name in "ab"
-    ]
-    large = plan_for({"merge_method": "linear", "models": models, "dtype": "bfloat16"}, OUT)
-    assert not is_for_this_process(large, OUT, RunOptions())
+    assert not _is_here((replace(merge_of_one), merge_of_one), OUT, RunOptions())
+    assert not _is_here(small, "s3://bucket/out", RunOptions())
+    assert not _is_here(_linear(tmp_path, "7B", 2), OUT, RunOptions(device="cpu"))
+
+
+@pytest.mark.parametrize("cores", [1, 2, 32])
+def test_three_parents_of_1_gb_are_merged_here_and_ten_are_not(
+    cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that reads 1.5 GB a second would make the ten in the time for three of one that reads 0.5."""
+    _have_cores(monkeypatch, cores)
+    assert _is_here(_linear(tmp_path / "few", "1GB", 3), OUT, RunOptions(device="cpu"))
+    assert not _is_here(_linear(tmp_path / "many", "1GB", 10), OUT, RunOptions(device="cpu"))
+
+
+def _linear(root: Path, size: str, count: int) -> tuple[PlannedMerge, ...]:
+    places = [make_sparse(root / str(number), SIZES[size]) for number in range(count)]
+    models = [{"model": str(each), "parameters": {"weight": 0.5}} for each in places]
+    return plan_for({"merge_method": "linear", "models": models, "dtype": "bfloat16"}, OUT)
+
+
+def _have_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr(in_process, "cores_here", lambda: cores)
+    monkeypatch.setattr("raymerge.runtime.workers.sizing.cores_here", lambda: cores)
+
+
+def test_plan_and_dry_run_state_what_the_run_in_this_process_takes(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Ray these cores would have eight workers, which share the memory that is free."""
+    _have_cores(monkeypatch, 32)
+    monkeypatch.setattr("raymerge.runtime.workers.sizing.free_memory", lambda: 2 << 30)
+    monkeypatch.setattr("raymerge.devices.list_gpus", tuple)
+    (usual,) = explain_all(recipe, OUT, RunOptions(), title="")
+    (asked,) = explain_all(recipe, OUT, RunOptions(inline=True), title="")
+    (on_ray,) = explain_all(recipe, OUT, RunOptions(inline=False), title="")
+    assert usual.explanation.memory == asked.explanation.memory != on_ray.explanation.memory
+    assert [each.to_json(tensors=False)["is_in_process"] for each in (usual, asked)] == [True, False]
+    rehearsed = run_command("submit", recipe, "--dry-run", "--memory", "1GiB", cwd=tmp_path)
+    assert (rehearsed.code, "can be made in this process" in rehearsed.text) == (0, True)
+
+
+def test_what_is_refused_is_not_announced(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    events: list[object] = []
+    with pytest.raises(TargetError):
+        submit(recipe, tmp_path, on_event=events.append)
+    assert [type(each) for each in events] == [Ended]
 
 
 @pytest.mark.parametrize(
@@ -89,23 +137,22 @@ def test_workers_that_save_more_than_ray_takes_are_started(
     small: tuple[PlannedMerge, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(in_process, "cores_here", lambda: 64)
-    monkeypatch.setattr("raymerge.runtime.workers.sizing.cores_here", lambda: 64)
+    _have_cores(monkeypatch, 64)
     seconds = {1: here, 8: on_workers}
     monkeypatch.setattr(in_process, "_seconds", lambda _plan, _options, layout: seconds[layout.workers])
-    assert is_for_this_process(small, OUT, RunOptions()) == expected
+    assert _is_here(small, OUT, RunOptions()) == expected
 
 
 def test_with_a_gpu_to_choose_or_a_ray_at_hand_nothing_changes(
     small: tuple[PlannedMerge, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
-    assert not is_for_this_process(small, OUT, RunOptions())
+    assert not _is_here(small, OUT, RunOptions())
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
-    assert is_for_this_process(small, OUT, RunOptions())
+    assert _is_here(small, OUT, RunOptions())
     monkeypatch.setattr("raymerge.devices.list_gpus", lambda: ["cuda"])
-    assert not is_for_this_process(small, OUT, RunOptions())
-    assert is_for_this_process(small, OUT, RunOptions(device="cpu"))
+    assert not _is_here(small, OUT, RunOptions())
+    assert _is_here(small, OUT, RunOptions(device="cpu"))
 
 
 def test_plan_and_run_say_it_unless_a_profile_decides(recipe: str, tmp_path: Path) -> None:
@@ -117,9 +164,10 @@ def test_plan_and_run_say_it_unless_a_profile_decides(recipe: str, tmp_path: Pat
     assert usual.of(RayLeftOut) == [RayLeftOut()]
     assert usual.of(Started)[0].workers == ("inline",)
     assert digests(tmp_path / "usual") == digests(tmp_path / "asked")
-    (tmp_path / "profile.yml").write_text("run: {threads: 1}\n")
-    profiled = run_command("plan", recipe, "--profile", "profile.yml", cwd=tmp_path)
-    assert (profiled.code, "in the process" in profiled.text) == (0, False)
+    for text in ("run: {threads: 1}", "target: local"):
+        (tmp_path / "profile.yml").write_text(f"{text}\n")
+        profiled = run_command("plan", recipe, "--profile", "profile.yml", cwd=tmp_path)
+        assert (profiled.code, "in the process" in profiled.text) == (0, False)
 
 
 @pytest.mark.slow

@@ -56,9 +56,8 @@ class Account:
         if not self.is_whole:
             explained = self.explanation.to_json()
             return {**name, "sources": explained["sources"], "problems": explained["problems"]}
-        report = {**name, **self.explanation.to_json()}
+        report = {**name, **self.explanation.to_json(), "is_in_process": self.is_in_process}
         report |= {"steps": self.steps} if self.steps else {}
-        report |= {"is_in_process": True} if self.is_in_process else {}
         report |= {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
         if tensors:
             report["tensors"] = [line.to_json() for line in _tensor_lines(self.merge.plan)]

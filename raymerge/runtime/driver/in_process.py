@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raymerge.errors import OptionError
 from raymerge.merge_plan.tables import Plan
-from raymerge.options import USUAL_PATIENCE, RunOptions
+from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import reads_far
 from raymerge.planner.merges import PlannedMerge
 from raymerge.planner.simulation import Cluster, simulate_plan
@@ -18,25 +18,36 @@ from raymerge.runtime.driver.chained_merges import has_steps
 from raymerge.runtime.workers.sizing import Layout, cores_here, fit_budget, layout_of, local_layouts
 from raymerge.storage.addresses import is_remote
 
-RAY_SECONDS = 4.0
+RAY_SECONDS = 2.0
 """What an embedded Ray adds to a merge on one worker, by ``tests/benchmarks/startup.py``."""
-SMALL_SECONDS = 2 * RAY_SECONDS
-"""Of a longer merge that is a small part, and Ray replaces a worker that dies or hangs."""
-_READ, _WRITE, _PER_CORE = 2e9, 1e9, 6e9
-"""Bytes a second of a local disk, whose files are in no cache, and of a core's copies: cautious figures."""
+SMALL_SECONDS = 10.0
+"""Of a longer merge Ray's start is a small part, and Ray replaces a worker that dies or hangs."""
+_READ, _WRITE, _PER_CORE = 5e8, 3e8, 3e9
+"""Bytes a second of a slow local disk, whose files are in no cache, and of a core's copies. On most machines
+a merge takes less time than by these; where it takes more, such as on a network mount, Ray would help."""
 
 
-def is_for_this_process(merges: Sequence[PlannedMerge], output: Path | str, options: RunOptions) -> bool:
-    """Whether Ray would cost a merge more than it brings, where no option needs or asks for its workers."""
-    if not _is_left_open(options) or has_steps(merges) or is_remote(str(output)):
+def run_options(merges: Sequence[PlannedMerge], output: Path | str, options: RunOptions) -> RunOptions:
+    """The options that a run will have: ``inline`` where Ray would cost its merge more than it brings, and no
+    option needs or asks for workers."""
+    if not _is_left_open(options):
+        return options
+    here = replace(options, inline=True)
+    return here if _is_small(merges, output, options, here) else options
+
+
+def _is_small(
+    merges: Sequence[PlannedMerge], output: Path | str, options: RunOptions, here: RunOptions
+) -> bool:
+    if has_steps(merges) or is_remote(str(output)):
         return False
     plan, sources = merges[-1].plan, merges[-1].sources
     # How fast servers answer nobody knows, and of several kinds of devices one is yet to be chosen.
     if plan.problems or reads_far(sources) or len(layouts := local_layouts(options)) > 1:
         return False
-    here = layout_of(replace(options, inline=True), (cores_here(),), 0)
     try:
-        own, on_ray = (_seconds(plan, options, each) for each in (here, layouts[0]))
+        own = _seconds(plan, here, layout_of(here, (cores_here(),), 0))
+        on_ray = _seconds(plan, options, layouts[0])
     except OptionError:
         # It says itself what it lacks.
         return False
@@ -44,7 +55,7 @@ def is_for_this_process(merges: Sequence[PlannedMerge], output: Path | str, opti
 
 
 def _is_left_open(options: RunOptions) -> bool:
-    is_usual = options.inline is None and options.workers is None and options.patience == USUAL_PATIENCE
+    is_usual = options.inline is None and options.workers is None and options.patience is None
     return is_usual and options.device != "cuda" and not (options.address or options.run or _has_ray())
 
 

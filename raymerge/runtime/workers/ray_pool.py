@@ -9,7 +9,7 @@ from typing import Any
 from raymerge.device_numerics import NO_GPU_WORKS, DeviceChoice
 from raymerge.errors import OptionError, Problem
 from raymerge.events import OnEvent, RayEnded, RoomAwaited
-from raymerge.options import RunOptions
+from raymerge.options import USUAL_PATIENCE, RunOptions
 from raymerge.runtime.workers.dispatcher import Dispatcher, DispatchPolicy
 from raymerge.runtime.workers.placement import Placement, placement_of, stations, survey_problems, unreached
 from raymerge.runtime.workers.pool import Receipts, Stop, Work
@@ -135,7 +135,7 @@ class RayPool:
             work,
             numbers,
             placement=self._placement,
-            patience=self._options.patience,
+            patience=self._options.patience or USUAL_PATIENCE,
             on_event=self._on_event,
             policy=policy,
         )
