@@ -138,8 +138,10 @@ def test_workers_that_save_more_than_ray_takes_are_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _have_cores(monkeypatch, 64)
-    seconds = {1: here, 8: on_workers}
-    monkeypatch.setattr(in_process, "_seconds", lambda _plan, _options, layout: seconds[layout.workers])
+    seconds = {(True, 1): here, (None, 8): on_workers}
+    monkeypatch.setattr(
+        in_process, "_seconds", lambda _, options, layout: seconds[options.inline, layout.workers]
+    )
     assert _is_here(small, OUT, RunOptions()) == expected
 
 
