@@ -355,6 +355,15 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/workers/ray_environment.py",
+        "_jobs_environment_left_out(), ",
+        "",
+        "runtime/test_runtime_ray_watch.py",
+    ),
+    Mutation(
+        "runtime/workers/agent_stand_in.py", " and _is_alive(driver)", "", "runtime/test_runtime_ray_watch.py"
+    ),
+    Mutation(
+        "runtime/workers/ray_environment.py",
         "if place is None or node is None or None in names",
         "if place is None or node is None",
         "runtime/test_runtime_ray_watch.py",
