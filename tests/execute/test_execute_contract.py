@@ -312,7 +312,9 @@ def test_a_process_grows_by_no_more_than_was_stated(name: str, found: dict[str, 
     assert each["projected"] > 0
     assert each["measured"] <= 1.3 * each["projected"] + SLACK, each
     assert each["receipt"] <= 1.3 * each["projected"] + SLACK, each
-    assert abs(each["receipt"] - each["measured"]) <= SLACK, each
+    assert each["receipt"] <= each["measured"] + SLACK, each
+    # Those of rows watch themselves from before they are measured.
+    assert name in ROWS_KINDS or each["receipt"] >= each["measured"] - SLACK, each
 
 
 SAMPLE_BYTES = 2 * SAMPLE_RUNS * SAMPLE_LENGTH
