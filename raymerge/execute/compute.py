@@ -132,7 +132,7 @@ class LowRank:
 
 
 _HELD_MOST = 1 << 22
-"""Elements of the largest scratch that is kept; what is larger is worth the time of getting it."""
+"""Elements of the largest scratch that a processor keeps; what is larger is worth the time of getting it."""
 
 
 class Scratch:
@@ -145,9 +145,10 @@ class Scratch:
     def rows(self, count: int, length: int) -> torch.Tensor:
         """float32 ``[count, length]``, contiguous; what it held before may be gone."""
         size = count * length
-        if size > _HELD_MOST:
-            return torch.empty(count, length, device=self.device)
-        if self._held.numel() < size and self.device.type == "cpu":
+        is_cpu = self.device.type == "cpu"
+        if size > _HELD_MOST and is_cpu:
+            return torch.empty(count, length)
+        if self._held.numel() < size and is_cpu:
             # On pages that are worth their entry in the processor's tables.
             self._held = torch.frombuffer(aligned_buffer(4 * size), dtype=torch.float32)
         elif self._held.numel() < size:

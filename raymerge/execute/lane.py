@@ -188,6 +188,9 @@ class Lane:
         """One for each part of an op; none of a copy or a constant."""
         if op.expression.is_copy or op.expression.is_constant:
             return []
+        device = self._scratch.device
+        # What an op leaves goes back to a GPU's allocator, as the next one may want more than it beside it.
+        scratch = self._scratch if device.type == "cpu" else Scratch(device)
         return [
             PartComputation(
                 op.expression,
@@ -195,9 +198,7 @@ class Lane:
                 num_elements=op.num_elements if op.is_flat else prod(part.shape),
                 seed=self._lane_state.seed,
                 # The results of several parts are there at the same time, unless they are made in pieces.
-                scratch=self._scratch
-                if len(op.parts) == 1 or op.need.piece
-                else Scratch(self._scratch.device),
+                scratch=scratch if len(op.parts) == 1 or op.need.piece else Scratch(device),
             )
             for part in op.parts
         ]

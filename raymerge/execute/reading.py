@@ -17,11 +17,6 @@ from raymerge.storage.local.buffers import buffer_nbytes
 from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.store import Extent, Range, ReadStore, coalesce
 
-_GPU_PIECE = 1 << 22
-"""Elements that keep a GPU busy for much longer than it takes to tell it what to do."""
-_GPU_WORK = 256 << 20
-"""Bytes of a GPU's memory that computing a piece may take."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawRows:
@@ -146,7 +141,7 @@ def _cut(ops: Sequence[OpJob], lane: memory.Lane, device: torch.device) -> Itera
     for op in ops:
         passes = memory.expression_passes(op.expression, op.parts[0].shape)
         cut = memory.tiling(op.need, op.num_elements, lane, passes=passes)
-        need = op.need if device.type == "cpu" else _for_gpu(op.need)
+        need = op.need if device.type == "cpu" else op.need.on_gpu
         mine = need.load_bytes(op.num_elements)
         if batch and nbytes + mine > lane.load_bytes:
             yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
@@ -173,14 +168,6 @@ def _without_work(read_plan: ReadPlan) -> ReadPlan:
         tuple(replace(each, work_bytes=0) for each in loads) for loads in (read_plan.loads, read_plan.padding)
     )
     return ReadPlan(loads, padding, tuple(map(_without_work, read_plan.joined)))
-
-
-def _for_gpu(need: memory.Need) -> memory.Need:
-    """A need with pieces as large as a GPU wants them; tiles stay as they are, since the host reads them."""
-    if not need.piece:
-        return need
-    fitting = int(_GPU_WORK / max(need.work_per_element, 1.0))
-    return replace(need, piece=max(need.piece, min(_GPU_PIECE, fitting) // need.unit * need.unit))
 
 
 def _long(op: OpJob, need: memory.Need, elements: int) -> ReadPlan:

@@ -390,9 +390,8 @@ class SegmentRunner:
         return None
 
     def _share(self, device: torch.device) -> Share:
-        """What a lane asks for. Page-locked memory, which a GPU wants, may be twice as much as that."""
         lane = self._projection.lane
-        return lane if device.type == "cpu" else Share(lane.budget // 2)
+        return lane if device.type == "cpu" else lane.on_gpu
 
     def _non_finite_origin(self, op: OpJob, reader: LoadReader, buffer: LoadBuffer) -> NonFiniteError:
         """What made an op NaN or infinite; it is read once more, into memory of the host."""

@@ -148,6 +148,15 @@ _CODES_PIECE = 1 << 18
 READ_MARGIN = 12288
 """Bytes by which what is read of an input may be more than what is wanted: it is read in whole blocks."""
 
+_GPU_PIECE = 1 << 22
+"""Elements that keep a GPU busy for much longer than it takes to tell it what to do."""
+_GPU_WORK = 256 << 20
+"""Bytes of its memory that computing such a piece may take; with less, ties took three times as long."""
+_GPU_BESIDE = 28
+"""Bytes that a GPU takes for each element of a piece, beside what a processor does: two 8-byte temporaries
+are of all elements, not of a quarter, codecs have temporaries where the processor has loops, and the result
+of the piece before is still there."""
+
 _LOAD_SHARE, _WRITE_SHARE = 8, 16
 _DECODING, _ENCODING = 8, 6
 """Bytes of temporaries for an element: of an input that is decoded before its view is taken, and of codes
@@ -179,6 +188,22 @@ class Lane:
         load = max(self.load_bytes, need.load_bytes(elements))
         return self.write_bytes + need.work_bytes(need.piece_of(elements)) + load
 
+    @property
+    def on_gpu(self) -> Lane:
+        """What a lane asks for that computes on a GPU: page-locked memory may be twice as much as that."""
+        return Lane(self.budget // 2)
+
+    def gpu_peak(self, need: Need, num_elements: int, *, passes: int) -> int:
+        """Bytes of a GPU's memory in use while an op is made; of several loads, one arrives while another is
+        computed."""
+        if not need.work_per_element:
+            return 0
+        lane, whole = self.on_gpu, max(1, num_elements)
+        elements = tiling(need, num_elements, lane, passes=passes).elements
+        load = max(lane.load_bytes, need.load_bytes(elements))
+        need = need.on_gpu
+        return load * min(2, -(-whole // elements)) + need.work_bytes(need.piece_of(elements))
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -199,6 +224,13 @@ class Need:
     """Most elements of a piece; 0: a tile is one piece."""
     in_place: bool = False
     """Whether results take the place of the first input's bytes, element by element."""
+
+    @property
+    def on_gpu(self) -> Need:
+        """With pieces as large as a GPU wants them; tiles stay as they are, since the host reads them."""
+        work = self.work_per_element + _GPU_BESIDE
+        most = min(_GPU_PIECE, int(_GPU_WORK / work)) // self.unit * self.unit
+        return replace(self, work_per_element=work, piece=max(self.piece, most) if self.piece else 0)
 
     def piece_of(self, elements: int) -> int:
         return min(elements, self.piece) if self.piece else elements
@@ -503,6 +535,8 @@ class Projection:
     """Bytes that each lane takes besides its share of the budget, for what it asks of servers."""
     apart: int = 0
     """Bytes that a worker takes besides its lanes, to ask servers anything."""
+    gpu_peak: int = 0
+    """Bytes of its memory that a GPU will use at most, where one computes."""
 
     @property
     def whole_peak(self) -> int:
@@ -545,6 +579,7 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
         default=(0, 0),
         key=lambda each: each[0],
     )
+    gpu_peak = max((lane.gpu_peak(need, count, passes=n) for _, count, need, _, n in needs), default=0)
     named = len(names) > 0
     return Projection(
         budget,
@@ -555,6 +590,7 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
         names[least_tensor].as_py() if named else "",
         least_method,
         shared,
+        gpu_peak=gpu_peak * lanes,
     )
 
 

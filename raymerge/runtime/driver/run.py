@@ -267,7 +267,8 @@ class Run:
         out; the same command goes on from here; VerificationError: what was written is not what was planned.
         """
         notes = self._plan.manifest["notes"]
-        self._on_event(planned(self._plan, self.projection.whole_peak, notes))
+        most = max(self.projection.whole_peak, self.projection.gpu_peak if pool.device != "cpu" else 0)
+        self._on_event(planned(self._plan, most, notes))
         with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
             return self._carry_out(pool, lease)
 
