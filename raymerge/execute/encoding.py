@@ -53,7 +53,10 @@ class Observed(NamedTuple):
 
 
 def observe(op: OpJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> Observed:
-    """Look at all of a matrix, whole rows at a time, for the one scale that its codes are to share."""
+    """Look at all of a matrix, whole rows at a time, for the one scale that its codes are to share.
+
+    NaN and infinity are not refused here, where a GPU would be waited for, but when the matrix that has them
+    is encoded. Until then others that it is joined with may be made, with a scale that is never published."""
     seen: list[torch.Tensor] = []
     had, fits = None, True
     for result, raw in results:
