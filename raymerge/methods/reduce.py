@@ -59,7 +59,8 @@ def chunks(num_elements: int, device: torch.device) -> Iterator[slice]:
 
 def chunk_length(num_elements: int, device: torch.device) -> int:
     """Elements processed at once: whole pieces. On the processor their two 8-byte temporaries take no more
-    than one float32 tile of ``max(num_elements, BLOCK)``; a GPU takes what it is given, up to a limit."""
+    than one float32 tile of ``max(num_elements, BLOCK)``; a GPU takes what it is given, up to a limit,
+    and its pieces are sized for that."""
     if device.type != "cpu":
         return _LONGEST_GPU_CHUNK
     return max(PIECE, min(_LONGEST_CPU_CHUNK, num_elements // 4 // PIECE * PIECE))
@@ -69,12 +70,12 @@ def bring_to_host(*lists: list[torch.Tensor]) -> None:
     """Replace the 64-bit tensors in some lists by copies on the host.
 
     It waits once for all of them, until a GPU has done what was begun before."""
-    far = [(each, index) for each in lists for index in range(len(each)) if not each[index].is_cpu]
-    if not far:
+    on_gpu = [(each, index) for each in lists for index in range(len(each)) if not each[index].is_cpu]
+    if not on_gpu:
         return
-    flattened = [each[index].reshape(-1).view(torch.int64) for each, index in far]
+    flattened = [each[index].reshape(-1).view(torch.int64) for each, index in on_gpu]
     parts = torch.split(torch.cat(flattened).cpu(), [len(part) for part in flattened])
-    for (each, index), part in zip(far, parts, strict=True):
+    for (each, index), part in zip(on_gpu, parts, strict=True):
         each[index] = part.view(each[index].dtype)
 
 

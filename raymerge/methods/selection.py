@@ -116,7 +116,7 @@ class MagnitudeSelection:
         self._num_passes = 0
         self._bracket: Bracket | None = None if rank == 0 else _WHOLE
         self._counts: torch.Tensor | None = None
-        self._far: TorchCounts | None = None
+        self._on_gpu: TorchCounts | None = None
         self._above = 0
         self._sums = PieceSums(2)
         """Of all magnitudes, and of the largest."""
@@ -144,7 +144,7 @@ class MagnitudeSelection:
 
     def look_within(self, bracket: Bracket | None) -> None:
         """Restart counting there in the next pass; None for no more passes."""
-        self._bracket, self._counts, self._far = bracket, None, None
+        self._bracket, self._counts, self._on_gpu = bracket, None, None
         self._above = 0
 
     def observe(self, values: torch.Tensor) -> None:
@@ -154,8 +154,8 @@ class MagnitudeSelection:
         if values.is_cpu:
             self._above += _count_compiled(values, bracket, self._scratch(bracket))
         else:
-            self._far = self._far or TorchCounts(bracket, values.device)
-            self._far.add(values)
+            self._on_gpu = self._on_gpu or TorchCounts(bracket, values.device)
+            self._on_gpu.add(values)
         if self._with_sums:
             self._add(values.abs(), bracket)
 
@@ -221,11 +221,11 @@ class MagnitudeSelection:
     @classmethod
     def fetch(cls, selections: Sequence[MagnitudeSelection], *others: list[torch.Tensor]) -> None:
         """Bring to the host what a pass has left on a GPU, and what ``others`` have there, in one go."""
-        counts = [[] if each._far is None else [each._far.result()] for each in selections]
+        counts = [[] if each._on_gpu is None else [each._on_gpu.result()] for each in selections]
         bring_to_host(*others, *counts, *(each._sums.pending for each in selections))
         for each, brought in zip(selections, counts, strict=True):
             if brought:
-                each._above, each._counts, each._far = int(brought[0][0]), brought[0][1:], None
+                each._above, each._counts, each._on_gpu = int(brought[0][0]), brought[0][1:], None
 
     def conclude(self) -> bool:
         self.fetch([self])
