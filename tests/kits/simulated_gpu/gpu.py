@@ -139,8 +139,6 @@ class SimulatedGpu:
         self.allocated_bytes = self.peak_bytes = 0
         self.operations = 0
         """How many were begun so far, allocations among them."""
-        self.waits = 0
-        """How often the host waited for a stream, because it needed values or a copy was not asynchronous."""
         self.fault: Callable[[str], Exception | None] = never
         """What an operation fails with, by its name. Beside those of torch there are ``allocate``, ``pin``
         (memory of the host) and ``synchronize``, where a GPU tells of failures."""
@@ -222,7 +220,7 @@ class SimulatedGpu:
             self._queue(target.copy_, (_data(source),), {})
             non_blocking = non_blocking and is_plain and self.is_pinned(target)
         if not (non_blocking or (isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor))):
-            self._wait()
+            self.timeline.current.synchronize()
         return target
 
     def _copy_to_host(self, source: DeviceTensor, **options: Any) -> torch.Tensor:
@@ -255,7 +253,7 @@ class SimulatedGpu:
         return self.copy(self.empty(layout_of(data)), data)
 
     def _with_values(self, func: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._wait()
+        self.timeline.current.synchronize()
         made = func(*_map(_data, args), **_map(_data, kwargs))
         if func._schema.is_mutable:
             return args[0]
@@ -283,10 +281,6 @@ class SimulatedGpu:
 
     def _queue(self, run: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.timeline.current.queue(lambda: run(*args, **kwargs))
-
-    def _wait(self) -> None:
-        self.waits += 1
-        self.timeline.current.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
