@@ -453,7 +453,7 @@ def test_a_unit_that_a_gpu_fails_at_is_done_on_the_processor(
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
     monkeypatch.setattr("raymerge.device_numerics.choose_device", lambda _: torch.device("cuda"))
-    events = _run_staged(recipe, output, gpu_fails_with=error)
+    events = _run_staged(recipe, output, pool=InlinePool("cuda"), gpu_fails_with=error)
     assert events.of(DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
     assert {each.unit for each in events.of(UnitDone)} == set(range(UNITS))
     assert read_tensors(_result(output))["router.0"][:, 0].int().tolist() == list(range(UNITS))
