@@ -37,6 +37,7 @@ from raymerge.publish.record import RECORD, Ledger, check_begun
 from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.publish.staging import LocalStaging
 from raymerge.storage.local.buffers import ALIGNMENT
+from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.local.store import LocalStore, as_bytes
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo, ReadStore
@@ -117,6 +118,9 @@ class MadeUpStore(LocalStore):
         begin = (offset if like is None else like) % ALIGNMENT
         self._fill(key, offset, np.frombuffer(as_bytes(buffer), np.uint8)[begin : begin + nbytes])
         return begin
+
+    def map_extent(self, key: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps) -> None:
+        """Nothing: the pages of the file itself are holes."""
 
     def _tensors_of(self, key: str) -> tuple[npt.NDArray[np.int64], tuple[StoredTensor, ...]]:
         with LocalStore(self.root) as store:

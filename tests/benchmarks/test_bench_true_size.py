@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import true_size
 from benchmarks.discarding import (
     DiscardingStaging,
@@ -29,6 +30,8 @@ from raymerge.planner.merges import plan_merges
 from raymerge.publish.record import Ledger
 from raymerge.runtime.driver.run import Run, RunResult
 from raymerge.runtime.workers.pool import InlinePool
+from raymerge.storage.local.buffers import aligned_buffer
+from raymerge.storage.local.mapping import MAP_LEAST, PageMaps
 
 SMALL = {
     **V3_CONFIG,
@@ -65,6 +68,18 @@ def _discarded(place: Path, output: Path, on_event: EventLog) -> RunResult:
         return run.carry_out(pool)
     finally:
         pool.close()
+
+
+def test_pages_of_a_made_up_parent_are_never_mapped(place: Path) -> None:
+    """Also when somebody has read the file itself, whose data are holes, so that it is cached."""
+    (path, *_) = sorted((place / "model0").glob("*.safetensors"))
+    nbytes = len(path.read_bytes()) // MAP_LEAST * MAP_LEAST
+    buffer = torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
+    maps = PageMaps()
+    maps.watch(buffer.numpy().data, buffer)
+    assert nbytes
+    with MadeUpStore(place / "model0", patterns=place / "patterns", seed=0) as store:
+        assert store.map_extent(path.name, 0, nbytes, buffer.numpy().data, maps) is None
 
 
 def _written_out(place: Path, seed: int, root: Path) -> Path:
