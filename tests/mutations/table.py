@@ -376,14 +376,14 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/workers/dispatcher.py",
-        "        while hungry:",
-        "        if hungry:",
+        "        while free:",
+        "        if free:",
         "runtime/test_runtime_dispatcher.py",
     ),
     Mutation(
         "runtime/workers/dispatcher.py",
-        "[actor for actor in hungry if self._hand_out(actor)]",
-        "[actor for actor in hungry for _ in range(self._work.slots) if self._hand_out(actor)]",
+        "[actor for actor in free if self._hand_out(actor)]",
+        "[actor for actor in free for _ in range(self._work.slots) if self._hand_out(actor)]",
         "runtime/test_runtime_dispatcher.py",
     ),
     # What a run records, resumes and publishes

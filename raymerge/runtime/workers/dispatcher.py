@@ -174,9 +174,9 @@ class Dispatcher:
     def _feed(self, stop: pool.Stop) -> None:
         """Hand out parts, one to each worker in turn, so that none gets more while another has fewer."""
         slots = 0 if stop.requested else self._work.slots
-        hungry = [actor for actor in self._group.actors if len(actor.flight) < slots]
-        while hungry:
-            hungry = [actor for actor in hungry if self._hand_out(actor)]
+        free = [actor for actor in self._group.actors if len(actor.flight) < slots]
+        while free:
+            free = [actor for actor in free if self._hand_out(actor)]
 
     def _hand_out(self, actor: Actor) -> bool:
         """Whether the worker got a part, and may get another."""
