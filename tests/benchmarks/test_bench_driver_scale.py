@@ -24,9 +24,13 @@ def test_an_empty_worker_gives_receipts_of_true_size() -> None:
     assert all(isinstance(each, PartInHand) for each in parts)
 
 
+def _parameters(worker: type, name: str) -> list[str]:
+    """Without what Ray adds where a test before has made an actor of the class."""
+    return [each for each in inspect.signature(getattr(worker, name)).parameters if each != "_ray_trace_ctx"]
+
+
 def test_an_empty_worker_is_called_as_a_real_one() -> None:
     for name in ("ready", "open", "run", "heartbeat"):
-        own, real = (inspect.signature(getattr(each, name)).parameters for each in (EmptyWorker, MergeWorker))
-        assert list(own) == list(real)
+        assert _parameters(EmptyWorker, name) == _parameters(MergeWorker, name)
     work = EmptyWork(0.0, straggler="worker-1")
     assert work.slots > 1
