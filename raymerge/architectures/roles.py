@@ -252,7 +252,10 @@ DEFAULT = "default"
 _BESIDE_TEXT = (
     (
         "multi_modal_projector",
-        re.compile(r"^(\w+\.)?(multi_modal_projector|mm_projector|vision_projector|connector)\."),
+        re.compile(
+            r"^(\w+\.)?(multi_modal_projector|mm_projector|vision_projector|connector|aligner)\."
+            r"|^image_(start|end|newline|pad)$"
+        ),
     ),
     ("multi_modal_projector", re.compile(r"^(\w+\.)?visual\.(merger|deepstack_merger_list)\.")),
     ("vision_model", re.compile(r"^(model\.)?vision_model\.")),
@@ -459,7 +462,8 @@ def _inside_block(info: TensorInfo, path: list[str], rules: Rules) -> str:
     if info.part is Role.ROUTER:
         return ".".join(["gate", *(word for word in path if word not in _ROUTER_WRAPPERS)])
     if info.part is Role.ROUTER_BIAS:
-        return "gate.e_score_correction_bias"
+        # One that is for the tokens of images lies beside that for all others.
+        return "gate.e_score_correction_bias" + ("_vl" if path[-1].endswith("_vl") else "")
     word = projection_word(path, rules)
     if info.expert is None or info.part is not Role.EXPERT or word not in path:
         return ".".join(path)

@@ -146,6 +146,8 @@ class Rules:
     projections: Mapping[str, Projection]
     fused: Mapping[str, LayoutKind]
     is_out_in: bool
+    plain: re.Pattern[str]
+    """Of tensors that are not quantised with others of their role."""
     joined: Mapping[str, str]
     sizes: Mapping[str, tuple[str, ...]]
     """Fields for ``hidden``, ``expert_rows``, ``num_experts`` and ``chosen_experts``, dotted, best first."""
@@ -181,6 +183,7 @@ def load_rules(model_type: str | None) -> Rules:
         },
         fused={**fused["layouts"], **family.get("fused", {}).get("layouts", {})},
         is_out_in=_plain(model_type) in fused["out_in"],
+        plain=_any([*general["quantised"]["plain"], *family.get("quantised", {}).get("plain", ())]),
         joined={word: "+".join(words) for words in general["joined"]["modules"] for word in words},
         sizes={kind: tuple(keys) for kind, keys in general["sizes"].items()},
         renames=tuple(

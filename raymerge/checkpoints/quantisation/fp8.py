@@ -118,6 +118,9 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
     elif block is None:
         size = brief(table["weight_block_size"])
         wrong = (*wrong, f"gives weight_block_size as {size}, not as two whole numbers above 0")
+    elif table.get("scale_fmt") == "ue8m0":
+        # The tables of DeepSeek-V4.1's memory have scales for each row, as rows are looked up one by one.
+        schemes = (*schemes, Scheme(FP8_BLOCK, (1, block[1])))
     if table.get("fmt", "e4m3") not in _E4M3:
         wrong = (*wrong, f"gives fmt as {brief(table['fmt'])}; only e4m3 is read")
     if table.get("scale_fmt") not in _SCALE_FORMATS:

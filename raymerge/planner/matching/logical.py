@@ -181,6 +181,10 @@ class LogicalTensors:
         differs = form is not own and self.is_turned(name, form) != self.is_turned(name, own)
         return _swapped(shape) if differs else shape
 
+    def is_left_plain(self, name: str) -> bool:
+        """Whether publishers do not quantise a tensor, though they do so with others of its role."""
+        return bool(self._source.rules.plain.search(name))
+
     @property
     def model_type(self) -> str:
         return self._source.model_type
