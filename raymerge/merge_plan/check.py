@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from raymerge.architectures.roles import declared_tie
+from raymerge.architectures.rules import sections
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.header import DATA_ALIGNMENT_NBYTES, METADATA_KEY, shard_names
 from raymerge.checkpoints.json_files import parse_strict_json
@@ -27,7 +28,7 @@ from raymerge.merge_plan.check_ops import (
     smallest_quant_spec,
 )
 from raymerge.merge_plan.dispositions import Rule, Use
-from raymerge.merge_plan.expressions import Expression
+from raymerge.merge_plan.expressions import RENUMBER, Expression
 from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Flags, Ints, Plan, digest, input_bytes, joined_sums
 from raymerge.methods import BaseUse, find_method
 from raymerge.storage.store import is_key
@@ -215,7 +216,7 @@ def _objection(expression: Expression) -> str | None:
         return f"there is no method {expression.method!r}"
     if method.base is not BaseUse.OPTIONAL and expression.has_base != (method.base is BaseUse.REQUIRED):
         return f"{method.name} has a base too many or too few"
-    if encode is None and not expression.cast.is_mergeable:
+    if encode is None and expression.cast.is_mergeable == (method.name == RENUMBER):
         return f"its result is written as {expression.cast.value} codes"
     if not 0 <= settings.position <= 1 or (settings.position and not method.positional):
         return f"{method.name} has the position {settings.position}"
@@ -266,7 +267,7 @@ def _check_config(check: Check) -> None:
     if asked is None or check.plan.problems:
         return
     main = _main_dtype(check)
-    declared_dtypes = [config[key] for key in _DTYPE_KEYS if key in config]
+    declared_dtypes = [each[key] for _, each in sections(config) for key in _DTYPE_KEYS if key in each]
     if main is not None and any(each != config_name(main) for each in declared_dtypes or [None]):
         what = f"its dtype is {declared_dtypes} and most bytes of the tensors are {config_name(main)}"
         check.say("config", what)

@@ -14,7 +14,7 @@ from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.merge_plan.expressions import Expression, scales_part
+from raymerge.merge_plan.expressions import RENUMBER, Expression, scales_part
 from raymerge.merge_plan.plan import (
     Flags,
     Ints,
@@ -331,7 +331,8 @@ def _check_inputs(check: Check) -> None:
     written = np.array([each.cast for each in check.expressions])[ops.expression]
     read = np.array([DType(word) for word in words])[dtype] if len(dtype) else written[:0]
     check.flag("inputs", copies & (read != written[op]), "a copy of bytes reads another dtype")
-    codes = _is_code(inputs) & (inputs.scales < 0)
+    counts = np.array([each.method == RENUMBER for each in check.expressions], dtype=np.bool_)
+    codes = _is_code(inputs) & (inputs.scales < 0) & ~counts[ops.expression][op]
     check.flag("inputs", codes & ~copies, "arithmetic reads codes")
     check.flag("inputs", copies & is_gathered, "a copy of bytes is gathered from rows")
 

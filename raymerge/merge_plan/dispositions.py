@@ -61,6 +61,8 @@ class Rule(StrEnum):
     """Nothing but the feed-forward layers of this model is taken."""
     EXPERT_NOT_KEPT = "expert_not_kept"
     """It belongs to an expert that the recipe leaves out."""
+    RENUMBERED = "renumbered"
+    """It names experts by number, and the recipe gives these other numbers."""
     ROUTER_OF_DENSE = "router_of_dense"
     """It chooses among experts, or weighs a shared one, and the recipe makes the model dense."""
 

@@ -19,6 +19,7 @@ CONSTANT = "constant"
 SCALES = "scales"
 TENSOR_SCALE = "tensor_scale"
 LARGEST = "largest"
+RENUMBER = "renumber"
 
 _BYTES = "bytes"
 
@@ -33,8 +34,8 @@ class Expression:
     has_base: bool
     """Whether the first read of each part is the base."""
     settings: str
-    """Canonical JSON of the settings: ``{"sources": [...], "values": {...}}``, and of a positional method
-    ``"position"`` too."""
+    """Canonical JSON of the settings: ``{"sources": [...], "values": {...}}``, of a positional method
+    ``"position"`` too, and of whole numbers that become others ``"numbers"``."""
     cast: DType
     """Dtype of the output's bytes; where they are codes, that of one code."""
     encode: Encoding | None = None
@@ -83,6 +84,7 @@ class Expression:
             keys=keys,
             shape=shape,
             position=decoded.get("position", 0.0),
+            numbers=tuple(decoded.get("numbers", ())),
         )
 
     def divides(self, shape: tuple[int, ...]) -> bool:
@@ -118,6 +120,8 @@ def make_expression(
     }
     if method.positional:
         numbers["position"] = settings.position
+    if settings.numbers:
+        numbers["numbers"] = list(settings.numbers)
     text = json.dumps(numbers, sort_keys=True, separators=(",", ":"))
     return Expression(method.name, has_base, text, cast, encode)
 

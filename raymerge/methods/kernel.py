@@ -35,6 +35,8 @@ class Settings:
     shape: tuple[int, ...] = ()
     position: float = 0.0
     """Of a positional method: 0 at the first layer of the output, 1 at the last one, 0 outside layers."""
+    numbers: tuple[int, ...] = ()
+    """Of what renumbers: the new number of each old one."""
 
     @property
     def row_length(self) -> int:

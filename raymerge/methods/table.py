@@ -22,6 +22,7 @@ from raymerge.methods.nearswap import NEARSWAP
 from raymerge.methods.nuslerp import NUSLERP
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.methods.ram import RAM, RAMPLUS_TL
+from raymerge.methods.renumber import RENUMBER
 from raymerge.methods.sce import SCE
 from raymerge.methods.slerp import SLERP, SLERP_DELTA
 from raymerge.methods.spectral import ISO_C, TSV_M
@@ -66,7 +67,7 @@ _METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 # What plans compute and no recipe asks for.
-_INTERNAL: Mapping[str, Method] = MappingProxyType({LARGEST.name: LARGEST})
+_INTERNAL: Mapping[str, Method] = MappingProxyType({each.name: each for each in (LARGEST, RENUMBER)})
 
 
 def methods() -> Mapping[str, Method]:

@@ -19,6 +19,11 @@ Floats: TypeAlias = NDArray[np.float64]
 Bytes: TypeAlias = NDArray[np.uint8]
 
 _PLAIN: Mapping[DType, Any] = {DType.F16: "<f2", DType.F32: "<f4", DType.F64: "<f8"}
+WHOLE: Mapping[DType, Any] = {
+    dtype: f"<{dtype.value[0].lower()}{dtype.bits // 8}"
+    for dtype in (DType.I16, DType.U16, DType.I32, DType.U32, DType.I64, DType.U64)
+}
+"""Whole numbers, of which only tables that name experts are computed."""
 # Bits of the mantissa after its first, and the least exponent of a normal number.
 _PRECISION: Mapping[DType, tuple[int, int]] = {
     DType.BF16: (7, -126),
@@ -30,13 +35,15 @@ _PRECISION: Mapping[DType, tuple[int, int]] = {
 
 
 def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats:
-    """Elements of a plain dtype in float64, rounded to float32 unless ``exact``, as merges read them; raises
-    ValueError for other dtypes."""
+    """Elements of a plain dtype, or whole numbers, in float64, rounded to float32 unless ``exact``, as merges
+    read them; raises ValueError for other dtypes."""
     # A NaN that signals, as in bytes of a damaged file, is a NaN like any other.
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype is DType.BF16:
             words = stored.view("<u2").astype(np.uint32) << np.uint32(16)
             return words.view(np.float32).astype(np.float64)
+        if dtype in WHOLE:
+            return np.asarray(stored.view(WHOLE[dtype]), dtype=np.float64)
         if dtype not in _PLAIN:
             raise ValueError(f"{dtype.value} holds no plain numbers")
         numbers = stored.view(_PLAIN[dtype])
@@ -44,7 +51,9 @@ def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats
 
 
 def nearest_distance(dtype: DType, values: Floats) -> Floats:
-    """Distance of each value to the nearest number of a plain dtype."""
+    """Distance of each value to the nearest number of a plain dtype, or whole number."""
+    if dtype in WHOLE:
+        return np.asarray(np.abs(np.rint(values) - values))
     bits, least = _PRECISION[dtype]
     _, exponents = np.frexp(values)
     steps = np.ldexp(1.0, np.maximum(exponents - 1, least) - bits)

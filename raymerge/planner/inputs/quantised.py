@@ -45,7 +45,6 @@ _FORMS = {
 }
 """Endings of names that a module in a format has, the most telling first."""
 _LONGEST_NAME = 40
-_WIDE_BITS = 32
 _FP8 = "fp8"
 
 
@@ -110,11 +109,11 @@ def _is_code(tensor: StoredTensor, *, declared: bool) -> bool:
 
 
 def _is_table(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether wide integers lie beside the plain matrix of their module, as the experts of each token in
+    """Whether integers lie beside the plain matrix of their module, as the experts of each token in
     DeepSeek-V4's routers."""
     matrix = tensors.get(f"{tensor.name.rpartition('.')[0]}.weight")
-    is_wide = not tensor.dtype.is_narrow_float and tensor.dtype.bits >= _WIDE_BITS
-    return is_wide and matrix is not None and matrix.dtype.is_mergeable and len(matrix.shape) > 1
+    is_plain = matrix is not None and matrix.dtype.is_mergeable and len(matrix.shape) > 1
+    return is_plain and not tensor.dtype.is_narrow_float
 
 
 def _module(name: str, checkpoint: Checkpoint) -> str:

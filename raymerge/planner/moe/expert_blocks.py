@@ -12,12 +12,13 @@ from math import prod
 from typing import TypeAlias
 
 from raymerge.architectures.roles import EXPERT_NUMBER, Stack, TensorInfo, canonical_block, fused_layout
-from raymerge.architectures.rules import Role
+from raymerge.architectures.rules import Role, config_int
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import Findings
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.outputs.routing_tables import is_routing_table
 
 _ROUTER_PARTS = (Role.ROUTER, Role.ROUTER_BIAS)
 _SHARED_PARTS = (Role.SHARED_EXPERT, Role.SHARED_EXPERT_GATE)
@@ -88,6 +89,8 @@ class ExpertBlock:
     numbered: tuple[Numbered, ...]
     routers: tuple[str, ...]
     shared: tuple[str, ...]
+    tables: tuple[StoredTensor, ...] = ()
+    """Of numbers of experts by token."""
 
     @property
     def has_selection_bias(self) -> bool:
@@ -102,13 +105,17 @@ class ExpertBlock:
 def expert_blocks(
     source: Source, logical: LogicalTensors, num_experts: int, findings: Findings
 ) -> tuple[ExpertBlock, ...]:
+    """The blocks of text layers, and of those that predict further tokens unless the config has a number of
+    experts for these alone."""
     main = source.layer_stack(None)
+    has_own_mtp = config_int(source.checkpoint.config, source.rules.sizes["mtp_experts"]) is not None
     quantised = quantised_tensors(source.checkpoint)
     findings.extend(quantised.faults)
     codes = quantised.members.keys() | quantised.unknown.keys()
     members: dict[str, list[tuple[StoredTensor, TensorInfo]]] = {}
     for name, info in logical.infos.items():
-        if info.block is not None and main is not None and _is_text(info, main):
+        is_apart = has_own_mtp and info.role is Role.MTP
+        if info.block is not None and main is not None and _is_text(info, main) and not is_apart:
             members.setdefault(info.block, []).append((source.checkpoint.tensors[name], info))
     blocks = [
         _block(source, path, own, num_experts, codes, findings)
@@ -131,7 +138,9 @@ def _block(
     findings: Findings,
 ) -> ExpertBlock:
     experts = [(tensor, info) for tensor, info in members if info.part is Role.EXPERT]
-    routers = [(tensor, info.part) for tensor, info in members if info.part in _ROUTER_PARTS]
+    scoring = [(tensor, info.part) for tensor, info in members if info.part in _ROUTER_PARTS]
+    tables = [each for each, part in scoring if is_routing_table(each, part) and each.name not in codes]
+    routers = [(tensor, part) for tensor, part in scoring if tensor not in tables]
     fused = [tensor for tensor, info in experts if info.expert is None]
     stacked = [
         *(_stacked_experts(source, tensor, num_experts, findings) for tensor in fused),
@@ -149,8 +158,9 @@ def _block(
         num_experts=num_experts,
         stacked=tuple(each for each in stacked if each is not None),
         numbered=_numbered([(tensor, own) for tensor, own in experts if own.expert is not None]),
-        routers=tuple(tensor.name for tensor, _ in routers),
+        routers=tuple(tensor.name for tensor, _ in scoring),
         shared=tuple(tensor.name for tensor, own in members if own.part in _SHARED_PARTS),
+        tables=tuple(tables),
     )
     _check_numbers(source, block, codes, findings)
     _check_routers(source, block, [tensor for tensor, _ in routers], findings)

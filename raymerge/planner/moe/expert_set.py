@@ -16,10 +16,11 @@ from raymerge.architectures.expert_fields import (
     with_expert_count,
     with_expert_names,
 )
-from raymerge.architectures.rules import Role
+from raymerge.architectures.rules import Role, config_int
+from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import main_dtype
 from raymerge.errors import Findings, PlanError, Problem
-from raymerge.merge_plan.dispositions import Rule
+from raymerge.merge_plan.dispositions import Disposition, Rule, Use
 from raymerge.merge_plan.expressions import Output
 from raymerge.planner.config import config_of_copies, output_config, stated_dtype
 from raymerge.planner.inputs.sources import Source
@@ -27,7 +28,7 @@ from raymerge.planner.matching.compatibility import adapter_notes
 from raymerge.planner.matching.input_resolver import open_inputs
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
-from raymerge.planner.moe.expert_moves import BASE, ExpertSelection, Moves, read_scores, regrouped
+from raymerge.planner.moe.expert_moves import BASE, ExpertSelection, Moves, NewExpert, read_scores, regrouped
 from raymerge.planner.moe.expert_outputs import (
     SHARED_FACTOR,
     ExpertInputs,
@@ -37,6 +38,7 @@ from raymerge.planner.moe.expert_outputs import (
     settle_routers,
 )
 from raymerge.planner.outputs.build import Decided, Unplaced, Unused, settle_unused
+from raymerge.planner.outputs.routing_tables import names_others, renumbered
 from raymerge.recipes.expert_set import ExpertSetRecipe
 
 _METHODS = {
@@ -95,7 +97,7 @@ class _Builder:
         moves = self._mover.moves(scores)
         self._require()
         changed = (expert_outputs(self._work, block, moves[block.path]) for block in self._blocks)
-        outputs = (*self._kept(), *chain.from_iterable(changed))
+        outputs = (*self._kept(), *self._tables(moves), *chain.from_iterable(changed))
         self._settle_rest(moves)
         config = self._base.checkpoint.config
         before, count = self._blocks[0].num_experts, self._mover.num_experts()
@@ -168,8 +170,35 @@ class _Builder:
                 self._findings.add(self._recipe.where("experts", "dense"), what, remedy)
                 return
 
+    def _tables(self, moves: Moves) -> Iterator[Output]:
+        """Tables that name experts, with the new numbers of these."""
+        for block in self._blocks:
+            numbers = _new_numbers(block, moves[block.path])
+            for table in block.tables:
+                if numbers == [*range(block.num_experts)]:
+                    yield from filter(None, [self._work.kept(table.name)])
+                elif None in numbers or names_others(self._base.checkpoint, table, block.num_experts):
+                    self._report_table(table, is_kept=None not in numbers)
+                else:
+                    disposition = Disposition(Use.CONVERTED, Rule.RENUMBERED, table.name)
+                    self._work.dispositions.settle(BASE, table.name, disposition)
+                    yield renumbered(table, [number or 0 for number in numbers], BASE)
+
+    def _report_table(self, table: StoredTensor, *, is_kept: bool) -> None:
+        what, remedy = "name experts that are not there", "Use a complete checkpoint."
+        if not is_kept:
+            what = "give tokens experts that would be gone, and nothing tells which others are to take them"
+            remedy = "Merge an expert into another one ('merge'), or keep all experts of these layers."
+        self._findings.tensor(
+            self._base.name,
+            f"{{count}} tables {what}",
+            remedy,
+            example=f"{table.name} {table.dtype.value}{list(table.shape)}",
+        )
+
     def _kept(self) -> Iterator[Output]:
         changed = {name for block in self._blocks for name in block.names()}
+        changed |= {table.name for block in self._blocks for table in block.tables}
         if self._recipe.experts.dense is not None:
             changed |= {name for block in self._blocks for name in (*block.routers, *block.shared)}
         for name in self._base.checkpoint.tensors:
@@ -214,6 +243,9 @@ class _Builder:
     def _moved(self, moves: Moves) -> Iterator[str]:
         before, after = self._blocks[0].num_experts, self._mover.num_experts()
         yield f"{len(self._blocks)} layers have {after} experts each, where there were {before}"
+        own = config_int(self._base.checkpoint.config, self._base.rules.sizes["mtp_experts"])
+        if own is not None:
+            yield f"layers that predict further tokens keep experts of their own, {own} each"
         if self._recipe.experts.drop is not None:
             for block in self._blocks:
                 used = _used(block, moves, self._recipe)
@@ -223,6 +255,16 @@ class _Builder:
         if layers:
             listed = ", ".join(map(str, layers))
             yield f"experts come into other groups than the router knew them in, in layers {listed}"
+
+
+def _new_numbers(block: ExpertBlock, experts: Sequence[NewExpert]) -> list[int | None]:
+    """The new number of each expert, the first one if it is in several; None for one that is left out."""
+    numbers: list[int | None] = [None] * block.num_experts
+    for number, expert in reversed([*enumerate(experts)]):
+        for origin in expert.origins:
+            if origin.source == BASE and origin.expert is not None:
+                numbers[origin.expert] = number
+    return numbers
 
 
 def _used(block: ExpertBlock, moves: Moves | None, recipe: ExpertSetRecipe) -> frozenset[int]:

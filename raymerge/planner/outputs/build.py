@@ -398,6 +398,7 @@ class PlanContext:
             *dict.fromkeys(base_notes(self.assignments, self.sections, sources)),
             *self.tokenizer.notes,
             *self.builder.scales.notes(outputs),
+            *self.builder.tables.notes(),
             *adapter_notes(self.resolver, self.builder.dispositions),
         )
 

@@ -29,6 +29,7 @@ from raymerge.planner.matching.align import Aligned, Section, Span, moved, outpu
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.method_assignment import UNSCALED, BoundOutput, lead_alone
 from raymerge.planner.outputs.ops import OpMaker, disposition_of
+from raymerge.planner.outputs.routing_tables import is_routing_table
 from raymerge.planner.tokenizer.tokens import RowRun
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, lost_ids, other_vocabulary
 from raymerge.recipes.schema import Recipe
@@ -198,7 +199,7 @@ class Embeddings:
             return True
         if info.part in (Role.EMBEDDING, Role.HEAD):
             return counts_tokens(name, info)
-        return _is_bare_bias(name, info, tensors)
+        return _is_bare_bias(name, info, tensors) or is_routing_table(tensors[name], info.part)
 
     def _axis(self, source: int, name: str) -> int | None:
         """The axis on which a tensor of which ``_counts`` is true counts tokens; None where it is unknown.

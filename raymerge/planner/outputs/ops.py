@@ -171,7 +171,7 @@ class OutFormats:
         if selector is not None and selector.is_by_name:
             return True
         info = self._logical[source].infos[lead.name]
-        if not self._is_multiplied(info, lead, source):
+        if not self._is_multiplied(info, lead, source) or self._logical[source].is_left_plain(lead.name):
             return False
         if selector is not None and selector.roles:
             return info.part in _USUAL or info.part in selector.roles
@@ -248,10 +248,12 @@ class OutFormats:
         return None
 
     def _fresh(self, name: str, form: Format, shape: tuple[int, ...], source: int) -> QuantSpec:
-        like = self._logical[source].packed_like(name, form)
-        return (
-            usual_quant_spec(form, shape) if like is None else encoding_of(like.quant_spec).quant_spec(shape)
-        )
+        like, own = self._logical[source].packed_like(name, form), self._logical[source].quant_spec(name)
+        if like is not None:
+            return encoding_of(like.quant_spec).quant_spec(shape)
+        # Under powers of two blocks of FP8 hold MXFP4 exactly, unless its scales are far apart.
+        has_powers = form == FP8_BLOCK and own is not None and own.power_of_two
+        return usual_quant_spec(form, shape, power_of_two=has_powers)
 
 
 def matrix_op(reads: Sequence[Read], shape: tuple[int, ...], logical: str, expression: Expression) -> Op:

@@ -43,6 +43,7 @@ from raymerge.planner.matching.method_assignment import (
 from raymerge.planner.outputs.activation_scales import ActivationScales
 from raymerge.planner.outputs.embeddings_and_heads import Embeddings
 from raymerge.planner.outputs.ops import OpMaker, OutFormats, OutputEncoding, copied_output, matrix_op
+from raymerge.planner.outputs.routing_tables import RoutingTables, is_routing_table
 from raymerge.planner.parameter_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
 from raymerge.recipes.schema import Recipe
@@ -118,6 +119,7 @@ class OutputBuilder:
         self._plain = PlainNumbers(resolver.sources, findings)
         self._ops = OpMaker(resolver, self._plain, findings, self.dispositions)
         self.scales = ActivationScales(resolver.sources, self.dispositions)
+        self.tables = RoutingTables(resolver.sources, findings)
         self.formats = OutFormats(recipe, resolver.logical, self._main, findings)
         self._coded: dict[str, Aligned] = {}
         self.selectors = Selectors(recipe)
@@ -143,6 +145,8 @@ class OutputBuilder:
         lead = self._sources[source].checkpoint.tensors[aligned.lead]
         role = self._logical[source].infos[aligned.lead].part
         if role is Role.BUFFER or (not lead.dtype.is_mergeable and self._plain.is_integer(source, lead)):
+            if is_routing_table(lead, role) and not aligned.copied:
+                return self._routing_table(aligned, lead)
             return self._from_lead(aligned, lead, OutputEncoding(lead.dtype), Rule.COPIED_FROM_LEAD)
         written = self.formats.of(aligned, lead, role)
         if aligned.copied:
@@ -163,6 +167,21 @@ class OutputBuilder:
         if made is not None:
             self._settle_held(aligned)
         return made
+
+    def _routing_table(self, aligned: Aligned, lead: StoredTensor) -> Output | None:
+        written = OutputEncoding(lead.dtype)
+        # It has a row for each token, as embeddings have.
+        self.embeddings.alone(aligned, lead, lead.dtype)
+        group = next(iter(self._groups(aligned, written) or ()), None)
+        settings = None if group is None else self._settings(group)
+        if group is None or settings is None:
+            return None
+        taken = self._whole_copy(group.chosen, lead, settings, written)
+        if taken is not None:
+            self._settle_held(aligned)
+            return taken
+        self.tables.compare(group.chosen)
+        return self._from_lead(aligned, lead, written, Rule.COPIED_FROM_LEAD)
 
     def _groups(self, aligned: Aligned, written: OutputEncoding) -> list[_Group] | None:
         subjects: tuple[Subject, ...] = (output_subject(aligned, self._logical),)

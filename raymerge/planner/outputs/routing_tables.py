@@ -1,0 +1,90 @@
+"""Tables of integers that give each token its experts, as the first layers of DeepSeek-V4 have them.
+
+Numbers of experts have no mean. Routers that are taken from one model bring its tables along; where several
+are merged their tables must be equal, as experts of equal numbers were trained on other tokens otherwise. No
+header tells, so that planning reads these tables, a few megabytes each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from raymerge.architectures.rules import Role
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import Checkpoint, same_bytes
+from raymerge.errors import Findings
+from raymerge.merge_plan.expressions import Output, make_expression
+from raymerge.methods import Settings
+from raymerge.methods.renumber import RENUMBER
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.matching.input_resolver import whole_read
+from raymerge.planner.matching.method_assignment import BoundOutput
+from raymerge.planner.outputs.ops import matrix_op
+from raymerge.storage.open import open_store
+
+_LEAST_BITS = 16
+
+
+def is_routing_table(tensor: StoredTensor, part: Role) -> bool:
+    """Whether a tensor that holds no codes is numbers of experts, ``[tokens, experts of a token]``."""
+    is_number = tensor.dtype.is_mergeable or tensor.dtype.bits < _LEAST_BITS
+    return part is Role.ROUTER and not is_number and len(tensor.shape) == 2
+
+
+def renumbered(table: StoredTensor, numbers: Sequence[int], store: int) -> Output:
+    """The output of a table whose experts have these numbers now."""
+    settings = Settings(values={}, sources=({},), numbers=tuple(numbers))
+    expression = make_expression(RENUMBER, settings, has_base=False, cast=table.dtype)
+    op = matrix_op([whole_read(store, table)], table.shape, table.name, expression)
+    return Output(table.name, table.dtype, table.shape, (op,), False)
+
+
+def names_others(checkpoint: Checkpoint, table: StoredTensor, num_experts: int) -> bool:
+    """Whether a table names experts that are not there; False where it is not written yet."""
+    if checkpoint.unwritten is not None:
+        return False
+    with open_store(checkpoint.root) as store:
+        data = store.read(table.key, table.offset, table.nbytes)
+    word = f"<{table.dtype.value[0].lower()}{table.dtype.bits // 8}"
+    entries = np.frombuffer(data, word)
+    return bool(((entries < 0) | (entries >= num_experts)).any())
+
+
+class RoutingTables:
+    def __init__(self, sources: Sequence[Source], findings: Findings) -> None:
+        self._sources = sources
+        self._findings = findings
+        self._unwritten: dict[str, str] = {}
+
+    def compare(self, chosen: BoundOutput) -> None:
+        """Report each model that is merged whose table differs from the lead's, which the output gets."""
+        lead = self._sources[chosen.aligned.span.lead.source]
+        own = lead.checkpoint.tensors[chosen.aligned.lead]
+        for member, name in chosen.members:
+            source = self._sources[member.source]
+            table = source.checkpoint.tensors.get(name)
+            if table is None or source is lead:
+                continue
+            missing = next((each for each in (source, lead) if each.checkpoint.unwritten is not None), None)
+            if missing is not None:
+                self._unwritten.setdefault(missing.name, own.name)
+            elif not same_bytes(lead.checkpoint, own, table, of=source.checkpoint):
+                self._report(source, lead, table)
+
+    def notes(self) -> Iterator[str]:
+        for name, table in self._unwritten.items():
+            yield (
+                f"{name} is not made yet, so its tables of experts by token (such as {table}) are not "
+                "compared with those of the others; the output gets the lead's"
+            )
+
+    def _report(self, source: Source, lead: Source, table: StoredTensor) -> None:
+        self._findings.tensor(
+            source.name,
+            f"{{count}} tables that give tokens their experts are not those of {lead.name}, so that experts "
+            "of equal numbers were trained on other tokens",
+            "Merge models with equal tables, or take routers and tables from one of them: 'router: base', "
+            "or 'router: MODEL'.",
+            example=f"{table.name} {table.dtype.value}{list(table.shape)}",
+        )
