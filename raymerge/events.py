@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError
+    from raymerge.merge_plan.report import ConversionProof, DuplicateGroup, ErrorsAbove, RoleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +246,8 @@ class EncodingErrorsFound(Event):
     roles: tuple[RoleError, ...]
     above: ErrorsAbove | None
     """Tensors above the recipe's ``warn_encoding_error``."""
+    proof: ConversionProof | None = None
+    """None where nothing was converted."""
 
 
 @dataclass(frozen=True, slots=True)

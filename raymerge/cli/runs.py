@@ -354,7 +354,13 @@ def event_from_json(record: Mapping[str, Any]) -> Event | None:
 
 
 def _value(name: str, value: Any) -> Any:
-    from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError, TensorError
+    from raymerge.merge_plan.report import (
+        ConversionProof,
+        DuplicateGroup,
+        ErrorsAbove,
+        RoleError,
+        TensorError,
+    )
 
     if name in ("groups", "unforeseen"):
         return tuple(DuplicateGroup(**each) for each in value)
@@ -362,4 +368,7 @@ def _value(name: str, value: Any) -> Any:
         return tuple(RoleError(**{**each, "worst": TensorError(**each["worst"])}) for each in value)
     if name == "above" and value is not None:
         return ErrorsAbove(**{**value, "worst": TensorError(**value["worst"])})
+    if name == "proof" and value is not None:
+        worst = None if value["worst"] is None else TensorError(**value["worst"])
+        return ConversionProof(**{**value, "worst": worst})
     return tuple(value) if isinstance(value, list) else value

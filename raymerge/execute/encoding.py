@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from raymerge.checkpoints.quantisation.block_codec import (
     Encoded,
     ErrorSums,
+    Exactness,
     NotFiniteError,
     load_scales,
     store_scales,
@@ -92,11 +93,17 @@ def shared_scale(op: OpJob, seen: Sequence[Observed]) -> TensorScale:
     return TensorScale(scale, is_kept=own.had is not None and bool(scale == own.had))
 
 
-def encoded(
-    op: OpJob, result: torch.Tensor, raw: Raw, shared: TensorScale | None
-) -> tuple[Encoded, ErrorSums]:
-    """Whole scale rows of an op as codes with scales, and what that changed. Raises NotFinite: the result
-    holds NaN or infinity."""
+class EncodedRows(NamedTuple):
+    coded: Encoded
+    errors: ErrorSums
+    exactness: Exactness | None
+    """Of numbers that come from one source alone, as in a conversion; None for what is merged."""
+
+
+def encoded(op: OpJob, result: torch.Tensor, raw: Raw, shared: TensorScale | None) -> EncodedRows:
+    """Whole scale rows of an op as codes with scales, and what that changed.
+
+    Raises NotFinite: the result holds NaN or infinity."""
     quant_spec, values = _quant_spec(op, result)
     codec = codec_of(quant_spec.format)
     held = _held(op, raw, result.numel()) if shared is None or shared.is_kept else None
@@ -109,7 +116,20 @@ def encoded(
     sums = codec.error_sums(quant_spec, values, coded, tensor_scale=whole)
     if not math.isfinite(sums.squared_values):
         raise NotFinite(op)
-    return coded, sums
+    return EncodedRows(coded, sums, _exactness(op, values, coded, sums, whole))
+
+
+def _exactness(
+    op: OpJob, values: torch.Tensor, coded: Encoded, sums: ErrorSums, whole: torch.Tensor | None
+) -> Exactness | None:
+    """Nothing is told of what a GPU encodes, which the host would have to wait for once more."""
+    quant_spec = op.encoding.quant_spec(values.shape)
+    is_single = all(len(part.inputs) == 1 for part in op.parts)
+    if not (is_single and values.is_cpu and quant_spec.scale_row_length):
+        return None
+    if not sums.squared_errors:
+        return Exactness(math.prod(quant_spec.grid), 0, 0.0)
+    return codec_of(quant_spec.format).exactness(quant_spec, values, coded, tensor_scale=whole)
 
 
 def _quant_spec(op: OpJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor]:

@@ -245,9 +245,9 @@ class Lane:
                 if op.expression.encode is None:
                     placed.put(own, begin, result)
                     continue
-                made, errors = encoded(op, result, _input_codes(op, own, share, (begin, count)), None)
-                self._output.add_errors(op, errors)
-                placed.put_codes(own, begin, count, made)
+                rows = encoded(op, result, _input_codes(op, own, share, (begin, count)), None)
+                self._output.add_errors(op, rows.errors, rows.exactness)
+                placed.put_codes(own, begin, count, rows.coded)
             part.forget()
         self._output.take(op, 0, placed.data.numel(), self._fetcher(placed.data))
         self._emit_scales(op, placed.scales, 0)
@@ -390,8 +390,9 @@ class Lane:
             if not skipped:
                 stored = shared.stored(op)
                 self._output.take(op.tensor_scale, 0, stored.numel(), self._fetcher(stored))
-        (codes, scales), errors = encoded(op, result, raw, shared)
-        self._output.add_errors(op, errors)
+        rows = encoded(op, result, raw, shared)
+        self._output.add_errors(op, rows.errors, rows.exactness)
+        codes, scales = rows.coded
         self._output.take(op, skipped, codes.numel(), self._fetcher(codes))
         self._emit_scales(op, scales, skipped * 8 // op.expression.cast.bits)
 

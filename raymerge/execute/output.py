@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from raymerge.checkpoints.quantisation.block_codec import ErrorSums
+from raymerge.checkpoints.quantisation.block_codec import ErrorSums, Exactness
 from raymerge.deferred import torch
 from raymerge.events import Activity
 from raymerge.execute.non_finite import first_non_finite
@@ -116,6 +116,8 @@ class Output:
         """xxh3_128 hex of the ops written, by op number."""
         self.encoding_errors: dict[str, tuple[float, float]] = {}
         """What encoding changed: sums of squared errors and of squared values, by op number of codes."""
+        self.exactness: dict[str, Exactness] = {}
+        """Of what was converted, by op number of codes."""
         self.shards: set[str] = set()
         self._staging = staging
         self._memory = memory
@@ -171,9 +173,12 @@ class Output:
             view = data.numpy().data
             self._write([(shard, begin + skipped, view) for shard, begin in op.places])
 
-    def add_errors(self, op: OpJob, sums: ErrorSums) -> None:
-        errors, values = self.encoding_errors.get(str(op.index), (0.0, 0.0))
-        self.encoding_errors[str(op.index)] = (errors + sums.squared_errors, values + sums.squared_values)
+    def add_errors(self, op: OpJob, sums: ErrorSums, exactness: Exactness | None = None) -> None:
+        key = str(op.index)
+        errors, values = self.encoding_errors.get(key, (0.0, 0.0))
+        self.encoding_errors[key] = (errors + sums.squared_errors, values + sums.squared_values)
+        if exactness is not None:
+            self.exactness[key] = exactness.plus(self.exactness.get(key, Exactness(0, 0, 0.0)))
 
     @property
     def most_together(self) -> int:

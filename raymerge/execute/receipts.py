@@ -27,6 +27,9 @@ class Receipt:
     """What went otherwise than planned; empty as a rule."""
     encoding_errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Sum of squared errors and of squared true values, by op number, of ops that were encoded as codes."""
+    exactness: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
+    """Blocks, those that are not exactly what they were made of, and the largest error of these, by op
+    number, of ops that were converted to codes."""
     retries: Mapping[str, int] = field(default_factory=dict)
     """What storage failed with for a moment, and how often it was asked again, since the worker told last."""
     report: Mapping[str, Any] = field(default_factory=dict)
@@ -49,15 +52,18 @@ class Receipt:
             raise TypeError("a field is of another kind")
         # JSON has no tuples, and a receipt that was read is to equal the one that was written.
         sums = {op: (float(error), float(value)) for op, (error, value) in receipt.encoding_errors.items()}
-        if not all(map(_is_op, sums)):
+        exactness = {
+            op: (int(n), int(lost), float(most)) for op, (n, lost, most) in receipt.exactness.items()
+        }
+        if not all(map(_is_op, (*sums, *exactness))):
             raise ValueError("an op has no number")
-        return replace(receipt, encoding_errors=sums)
+        return replace(receipt, encoding_errors=sums, exactness=exactness)
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("segment", "read_bytes", "written_bytes", "peak_rss", "peak_device"), (int,)),
     **dict.fromkeys(("worker", "note"), (str,)),
-    **dict.fromkeys(("digests", "encoding_errors", "report"), (dict,)),
+    **dict.fromkeys(("digests", "encoding_errors", "exactness", "report"), (dict,)),
     "seconds": (int, float),
 }
 # Exactly these: true is an int to Python, but no number of bytes.

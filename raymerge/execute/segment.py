@@ -330,6 +330,7 @@ class SegmentRunner:
             worker=self._name,
             digests=output.digests,
             encoding_errors=output.encoding_errors,
+            exactness=output.exactness,
             peak_rss=self._heap.peak_bytes,
             peak_device=devices.peak_bytes(device),
             note=note,

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from raymerge.architectures.roles import NameReader, stacks
 from raymerge.architectures.rules import Role, rules_of
@@ -100,6 +100,9 @@ _DIGITS = 3
 
 _Sums = tuple[float, float]
 """Sum of squared errors, and of the squares of the true values."""
+_Blocks = tuple[int, int, float]
+"""Blocks, those that are not exact, and the largest error of these."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,10 @@ class TensorError:
     role: str
     relative_error: float
     """Norm of what was changed, as a part of the norm of the true values."""
+    inexact_blocks: int = 0
+    """Of what was converted: blocks that do not hold exactly the numbers that they were made of."""
+    largest_error: float = 0.0
+    """Of a number in these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +136,25 @@ class ErrorsAbove:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversionProof:
+    """Whether what was converted, from one source alone, is exactly what it was, block by block."""
+
+    tensors: int
+    blocks: int
+    inexact_tensors: int
+    inexact_blocks: int
+    worst: TensorError | None
+    """The tensor with the largest error of a number; None where all is exact."""
+
+
+@dataclass(frozen=True, slots=True)
 class EncodingErrors:
     """What encoding changed in an output. What is only copied is not in it."""
 
     tensors: tuple[TensorError, ...]
     roles: tuple[RoleError, ...]
+    proof: ConversionProof | None = None
+    """None where nothing was converted."""
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
@@ -147,31 +168,50 @@ class EncodingErrors:
         return asdict(self)
 
 
-def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
-    """What encoding changed in each tensor of an output, from the sums of each op that was encoded. A tensor
-    whose codes were made for another one has the error of that one."""
-    totals = _by_tensor(plan, sums)
+def encoding_errors(
+    plan: Plan, sums: Mapping[int, _Sums], exactness: Mapping[int, _Blocks] | None = None
+) -> EncodingErrors:
+    """What encoding changed in each tensor of an output, from the sums of each op that was encoded, and from
+    the blocks of each that was converted. A tensor whose codes were made for another one has the errors of
+    that one."""
+    totals = {each: _added(own) for each, own in _by_tensor(plan, sums).items()}
     if not totals:
         return EncodingErrors((), ())
+    blocks = {each: _joined(own) for each, own in _by_tensor(plan, exactness or {}).items()}
     roles = _roles(plan, totals)
     names = plan["tensors"].column("name").to_pylist()
-    tensors = {each: TensorError(names[each], roles[each], _relative(totals[each])) for each in totals}
+    tensors = {
+        each: TensorError(names[each], roles[each], _relative(total), *blocks.get(each, (0, 0, 0.0))[1:])
+        for each, total in totals.items()
+    }
     order = [role.value for role in Role]
     lines = []
     for role in sorted(set(roles.values()), key=order.index):
         own = [number for number, each in tensors.items() if each.role == role]
         error = _relative(_added(totals[number] for number in own))
         lines.append(RoleError(role, len(own), error, _worst([tensors[number] for number in own])))
-    return EncodingErrors(tuple(tensors.values()), tuple(lines))
+    proof = _proof(blocks, [tensors[each] for each in blocks]) if blocks else None
+    return EncodingErrors(tuple(tensors.values()), tuple(lines), proof)
 
 
-def _by_tensor(plan: Plan, sums: Mapping[int, _Sums]) -> dict[int, _Sums]:
-    by_tensor: dict[int, list[_Sums]] = {}
-    for row, (tensor, copy_of) in enumerate(plan.columns("ops", "tensor", "copy_of") if sums else ()):
-        own = sums.get(row if copy_of < 0 else copy_of)
+def _proof(blocks: Mapping[int, _Blocks], tensors: Sequence[TensorError]) -> ConversionProof:
+    inexact = [each for each in tensors if each.inexact_blocks]
+    return ConversionProof(
+        tensors=len(tensors),
+        blocks=sum(count for count, _, _ in blocks.values()),
+        inexact_tensors=len(inexact),
+        inexact_blocks=sum(each.inexact_blocks for each in inexact),
+        worst=max(inexact, key=lambda each: each.largest_error, default=None),
+    )
+
+
+def _by_tensor(plan: Plan, of_ops: Mapping[int, _T]) -> dict[int, list[_T]]:
+    by_tensor: dict[int, list[_T]] = {}
+    for row, (tensor, copy_of) in enumerate(plan.columns("ops", "tensor", "copy_of") if of_ops else ()):
+        own = of_ops.get(row if copy_of < 0 else copy_of)
         if own is not None:
             by_tensor.setdefault(tensor, []).append(own)
-    return {tensor: _added(by_tensor[tensor]) for tensor in sorted(by_tensor)}
+    return {tensor: by_tensor[tensor] for tensor in sorted(by_tensor)}
 
 
 def _roles(plan: Plan, tensors: Iterable[int]) -> dict[int, str]:
@@ -188,6 +228,11 @@ def _worst(tensors: Sequence[TensorError]) -> TensorError:
 def _added(sums: Iterable[_Sums]) -> _Sums:
     errors, values = zip(*sums, strict=True)
     return math.fsum(errors), math.fsum(values)
+
+
+def _joined(blocks: Iterable[_Blocks]) -> _Blocks:
+    counts, inexact, largest = zip(*blocks, strict=True)
+    return sum(counts), sum(inexact), max(largest)
 
 
 def _relative(sums: _Sums) -> float:

@@ -394,6 +394,7 @@ def joined(one: Receipt, other: Receipt) -> Receipt:
         seconds=round(one.seconds + other.seconds, 6),
         digests={**one.digests, **other.digests},
         encoding_errors={**one.encoding_errors, **other.encoding_errors},
+        exactness={**one.exactness, **other.exactness},
         peak_rss=max(one.peak_rss, other.peak_rss),
         peak_device=max(one.peak_device, other.peak_device),
     )

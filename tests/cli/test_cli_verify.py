@@ -40,7 +40,7 @@ from raymerge.events import (
     StageReport,
     Stopping,
 )
-from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError, TensorError
+from raymerge.merge_plan.report import ConversionProof, DuplicateGroup, ErrorsAbove, RoleError, TensorError
 from raymerge.stages.router.results import LayerReport, gate_report
 
 
@@ -284,6 +284,23 @@ def test_encoding_errors_are_told_by_role_with_a_warning_below() -> None:
         "'{role: expert, value: bf16}' as the first line of out_format keeps that role in bfloat16",
     ]
     assert len(_said(EncodingErrorsFound(ROLES, None))) == 3
+
+
+@pytest.mark.parametrize(
+    ("proof", "line"),
+    [
+        (
+            ConversionProof(24, 96, 0, 0, None),
+            "  exact: 96 blocks of 24 tensors hold just the numbers that they were made of",
+        ),
+        (
+            ConversionProof(24, 96, 2, 3, TensorError("w", "expert", 0.1, 1, 0.25)),
+            "  not exact: 3 of 96 blocks, in 2 of 24 tensors; the largest error is 0.25, in w (1 block)",
+        ),
+    ],
+)
+def test_a_conversion_ends_with_its_proof(proof: ConversionProof, line: str) -> None:
+    assert _said(EncodingErrorsFound(ROLES, None, proof))[3:] == [line]
 
 
 def _table(report: Mapping[str, Any]) -> str:

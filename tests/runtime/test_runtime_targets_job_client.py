@@ -21,7 +21,7 @@ from raymerge.deploy.targets.job_server import JobServer
 from raymerge.deploy.targets.target import RunReport, RunState, Submission, choose, target_of
 from raymerge.errors import IncompleteError, OptionError
 from raymerge.events import Event
-from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError, TensorError
+from raymerge.merge_plan.report import ConversionProof, DuplicateGroup, ErrorsAbove, RoleError, TensorError
 
 RUN = "raymerge-0123456789ab"
 ADDRESS = "http://head:8265"
@@ -217,7 +217,8 @@ def _value(kind: Any, name: str) -> Any:
     special: dict[str, Any] = {
         "groups": (DuplicateGroup("a.*", 2, 9),), "unforeseen": (),
         "roles": (RoleError("mlp", 2, 0.1, worst),),
-        "above": ErrorsAbove(0.05, 1, worst), "report": {"a": [1, 2]}, "faults": {"reset": 2},
+        "above": ErrorsAbove(0.05, 1, worst), "proof": ConversionProof(2, 9, 1, 1, worst),
+        "report": {"a": [1, 2]}, "faults": {"reset": 2},
         "workers": ("worker-0",), "segments": (1, 2) if kind is events.WorkerLost else 2,
     }  # fmt: skip
     return special.get(name, 3)

@@ -53,6 +53,18 @@ class ErrorSums(NamedTuple):
     squared_values: float
 
 
+class Exactness(NamedTuple):
+    """How many blocks of codes hold exactly the numbers that they were made of."""
+
+    blocks: int
+    inexact_blocks: int
+    largest_error: float
+
+    def plus(self, other: Exactness) -> Exactness:
+        counts = self.blocks + other.blocks, self.inexact_blocks + other.inexact_blocks
+        return Exactness(*counts, max(self.largest_error, other.largest_error))
+
+
 class NotFiniteError(ValueError):
     """Values to encode hold NaN or infinity, for which most formats have no code."""
 
@@ -285,6 +297,17 @@ class Codec(ABC):
         rows = encoded.codes.view(-1, quant_spec.codes_nbytes(1))
         steps = self._steps(quant_spec, encoded.scales, tensor_scale)
         return ErrorSums(*self._blockwise(values).squares(rows, steps, quant_spec.block, values))
+
+    def exactness(
+        self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
+    ) -> Exactness:
+        """How many of the blocks that have scales of their own hold exactly these values."""
+        exact = self.fits(quant_spec, values, encoded.scales, tensor_scale=tensor_scale)
+        lost = exact.numel() - int(exact.sum())
+        if not lost:
+            return Exactness(exact.numel(), 0, 0.0)
+        decoded = self.decode(quant_spec, encoded.codes, encoded.scales, tensor_scale=tensor_scale)
+        return Exactness(exact.numel(), lost, float(decoded.sub_(values).abs_().amax()))
 
     @abstractmethod
     def _fresh(

@@ -16,7 +16,7 @@ from raymerge.units import format_duration, format_size
 if TYPE_CHECKING:
     from raymerge.events import DuplicatesFound, EncodingErrorsFound, StageReport
     from raymerge.merge_plan.plan import Plan
-    from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove
+    from raymerge.merge_plan.report import ConversionProof, DuplicateGroup, ErrorsAbove
     from raymerge.planner.explain import Explanation, TensorLine
     from raymerge.planner.merges import PlannedMerge
     from raymerge.planner.simulation import Simulation
@@ -299,6 +299,19 @@ def encoding_lines(event: EncodingErrorsFound) -> Iterator[str]:
     for line in event.roles:
         most = f"at most {line.worst.relative_error:g} in {line.worst.name}"
         yield f"  {line.role}: {line.relative_error:g} in {counted(line.tensors, 'tensor')}, {most}"
+    if event.proof is not None:
+        yield f"  {_proof_line(event.proof)}"
+
+
+def _proof_line(proof: ConversionProof) -> str:
+    blocks, tensors = counted(proof.blocks, "block"), counted(proof.tensors, "tensor")
+    if proof.worst is None:
+        return f"exact: {blocks} of {tensors} hold just the numbers that they were made of"
+    worst, lost = proof.worst, counted(proof.worst.inexact_blocks, "block")
+    return (
+        f"not exact: {proof.inexact_blocks} of {blocks}, in {proof.inexact_tensors} of {tensors}; the "
+        f"largest error is {worst.largest_error:g}, in {worst.name} ({lost})"
+    )
 
 
 def encoding_warning(errors: ErrorsAbove) -> str:

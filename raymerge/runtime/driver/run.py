@@ -346,9 +346,11 @@ class Run:
 
     def _encoding_errors(self, receipts: Mapping[int, Receipt]) -> EncodingErrors:
         sums = {int(row): pair for each in receipts.values() for row, pair in each.encoding_errors.items()}
-        errors = encoding_errors(self._plan, sums)
+        exactness = {int(row): own for each in receipts.values() for row, own in each.exactness.items()}
+        errors = encoding_errors(self._plan, sums, exactness)
         if errors:
-            self._on_event(events.EncodingErrorsFound(errors.roles, errors.above(self._warn_encoding_error)))
+            above = errors.above(self._warn_encoding_error)
+            self._on_event(events.EncodingErrorsFound(errors.roles, above, errors.proof))
         return errors
 
     def _make(
