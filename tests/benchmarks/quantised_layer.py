@@ -113,7 +113,7 @@ def _measure(family: Family, place: Path) -> None:
     runs: list[Run] = []
     for number, source in enumerate(open_models(read_recipe(recipe)).require()):
         mine = [each for name, each in source.checkpoint.tensors.items() if name.startswith(family.experts)]
-        _fill(roots[number], mine, seed=number)
+        fill(roots[number], mine, seed=number)
         runs += _runs(roots[number], mine)
     files = sorted({run.file for run in runs})
     segments = list(_segments(made, family.experts))
@@ -143,7 +143,8 @@ def _measure(family: Family, place: Path) -> None:
     _say(f"{len(few)} of the segments again, from the cache: {again.told()}; ratio {ratio}")
 
 
-def _fill(root: Path, tensors: Sequence[StoredTensor], *, seed: int) -> None:
+def fill(root: Path, tensors: Sequence[StoredTensor], *, seed: int) -> None:
+    """Random codes and scales in place of a hole."""
     generator = np.random.default_rng(seed)
     noise = generator.integers(0, 256, _NOISE_NBYTES, dtype=np.uint8)
     # Every pattern but those of NaN.
@@ -151,16 +152,21 @@ def _fill(root: Path, tensors: Sequence[StoredTensor], *, seed: int) -> None:
     scales = torch.rand(1 << 20, generator=torch.Generator().manual_seed(seed)) * 1e-3 + 1e-4
     fills = {
         DType.F8_E4M3: fp8,
-        DType.I32: noise.tobytes(),
+        **dict.fromkeys((DType.I32, DType.I8), noise.tobytes()),
+        **dict.fromkeys((DType.F8_E8M0, DType.U8), (noise % 12 + 110).tobytes()),
         DType.F32: scales.numpy().tobytes(),
         DType.BF16: scales.bfloat16().view(torch.int16).numpy().tobytes(),
     }
+    named = {tensor.name: tensor for tensor in tensors}
     for tensor in tensors:
-        shape = tensor.name.endswith("weight_shape")
-        data = b"" if shape else fills[tensor.dtype]
+        data = noise.tobytes() if tensor.name.endswith("_blocks") else fills[tensor.dtype]
+        packed = named.get(f"{tensor.name.removesuffix('_shape')}_packed")
+        if packed is not None and tensor.name.endswith("weight_shape"):
+            shape = packed.shape[0], packed.shape[1] * 8
+            data = np.array(shape, np.int32 if tensor.dtype is DType.I32 else np.int64).tobytes()
         with open(root / tensor.key, "r+b", buffering=0) as stream:
             stream.seek(tensor.offset)
-            for begin in range(0, tensor.nbytes if data else 0, len(data) or 1):
+            for begin in range(0, tensor.nbytes, len(data)):
                 stream.write(data[: min(len(data), tensor.nbytes - begin)])
 
 

@@ -159,11 +159,11 @@ def kimi_k2_thinking_specs() -> list[list[TensorSpec]]:
     files: list[list[TensorSpec]] = [[] for _ in range(_KIMI_LAYERS + 1)]
     for name, shape in deepseek_shapes(KIMI_CONFIG):
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else _KIMI_LAYERS
-        files[layer] += _int4_or_plain(name, shape)
+        files[layer] += int4_or_plain(name, shape)
     return files
 
 
-def _int4_or_plain(name: str, shape: tuple[int, ...]) -> Iterator[TensorSpec]:
+def int4_or_plain(name: str, shape: tuple[int, ...]) -> Iterator[TensorSpec]:
     if ".experts." not in name:
         yield _plain(name, shape)
         return
