@@ -41,6 +41,7 @@ _REFERENCE = "methods/test_methods_reference.py"
 _TIES = "planner/test_planner_ties.py"
 _REPORT = "runtime/test_runtime_report.py"
 _OUTPUT = "execute/test_execute_output.py"
+_V4 = "planner/test_planner_deepseek_v4.py"
 
 MUTATIONS = (
     # What methods compute
@@ -297,6 +298,25 @@ MUTATIONS = (
         "all(each.fits and each.had == own.had for each in seen)",
         "own.fits",
         QUANTISED,
+    ),
+    Mutation(
+        "planner/outputs/routing_tables.py",
+        "elif not same_bytes(lead.checkpoint, own, table, of=source.checkpoint):",
+        "elif own.shape != table.shape:",
+        _V4,
+    ),
+    Mutation("planner/moe/expert_set.py", "elif None in numbers or", "elif", _V4),
+    Mutation(
+        "planner/moe/expert_set.py",
+        "in reversed([*enumerate(experts)]):",
+        "in reversed([*enumerate(experts)][: block.num_experts - 1]):",
+        _V4,
+    ),
+    Mutation(
+        "planner/outputs/ops.py",
+        "has_powers = form == FP8_BLOCK and own is not None and own.power_of_two",
+        "has_powers = False",
+        _V4,
     ),
     Mutation(
         "execute/encoding.py", "torch.stack([each.largest for each in seen]).amax()", "own.largest", QUANTISED
