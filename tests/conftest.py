@@ -54,6 +54,13 @@ LONG = (
 first one compiles most loops; meanwhile another process has files that need few of them."""
 
 
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no earlier test of this process had connected it to Ray."""
+    if ray := sys.modules.get("ray"):
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 def pytest_collection_finish() -> None:
     if comparison := sys.modules.get("torch.testing._comparison"):
         # Else assert_close imports a second's worth of modules, for tensors on many machines.

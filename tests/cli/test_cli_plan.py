@@ -30,6 +30,8 @@ from raymerge.options import RunOptions
 from raymerge.planner.simulation import Cluster, simulate_plan
 from raymerge.units import format_duration
 
+pytestmark = pytest.mark.usefixtures("without_ray")
+
 TIES = """\
 merge_method: ties
 base_model: one

@@ -27,6 +27,8 @@ from raymerge.planner.merges import PlannedMerge
 from raymerge.runtime.driver import in_process
 from raymerge.runtime.driver.in_process import RAY_SECONDS, SMALL_SECONDS, run_options
 
+pytestmark = pytest.mark.usefixtures("without_ray")
+
 OUT = "/nowhere/out"
 
 
