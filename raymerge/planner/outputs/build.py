@@ -10,11 +10,12 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from raymerge.architectures.roles import joined_matrix, module_finder
 from raymerge.architectures.rules import Role, Rules
-from raymerge.checkpoints.header import FileLayout
+from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.source import as_numbers, in_natural_order
@@ -122,10 +123,11 @@ def settle_unused(
     dispositions: Dispositions,
     findings: Findings,
     rule_of: Callable[[Unused], Rule | Unplaced | None],
+    example_of: Callable[[Unused], str] = attrgetter("name"),
 ) -> None:
     """Give every unused tensor the rule by which it is left out, or report it.
 
-    None of ``rule_of``: it is reported elsewhere."""
+    None of ``rule_of``: it is reported elsewhere. ``example_of`` is what a report says of one."""
     models = {laid.store: index for index, laid in resolver.adapters.items()}
     for store, name in list(dispositions.unsettled()):
         source = models.get(store, store)
@@ -136,7 +138,8 @@ def settle_unused(
         elif rule is not None:
             where = resolver.sources[source].name
             what, remedy = rule
-            findings.tensor(where, what, remedy, example=name)
+            example = example_of(Unused(store, source, name))
+            findings.tensor(where, what, remedy, example=example)
 
 
 _KEPT = "head and embedding are kept as they are"
@@ -278,7 +281,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     builder.formats.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.dispositions, donor=donor)
     rule_of = partial(_rule_of_unused, context, context.merged)
-    settle_unused(context.resolver, builder.dispositions, findings, rule_of)
+    settle_unused(context.resolver, builder.dispositions, findings, rule_of, Namesakes(context))
     config, objections = plan_config(
         recipe, donor, sources, context.resolver.logical, sections, outputs, tie.tied
     )
@@ -339,6 +342,43 @@ def _rule_of_unused(context: PlanContext, merged: Collection[int], unused: Unuse
         "Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in the recipe "
         "to leave them out.",
     )
+
+
+_Kind = tuple[tuple[str, ...], tuple[int, ...]]
+
+
+class Namesakes:
+    """What a report says of an unused tensor: also the donor's that it may be by another name. That is one of
+    the same shape, in a layer of the same number, that its source lacks; of several the one most alike."""
+
+    def __init__(self, context: PlanContext) -> None:
+        self._resolver = context.resolver
+        self._donor = context.donor
+        self._lacking: dict[int, Mapping[_Kind, Sequence[str]]] = {}
+
+    def __call__(self, unused: Unused) -> str:
+        source, name = unused.source, unused.name
+        stored = self._resolver.logical[source].stored(name)
+        if stored is None:
+            return name
+        if source not in self._lacking:
+            self._lacking[source] = self._lacked(source)
+        words = set(name.split("."))
+        others = self._lacking[source].get(_kind(name, stored), ())
+        nearest = max(others, key=lambda other: len(words & set(other.split("."))), default=None)
+        return name if nearest is None else f"{name} (perhaps {nearest} by another name)"
+
+    def _lacked(self, source: int) -> Mapping[_Kind, Sequence[str]]:
+        lead = self._resolver.logical[self._donor]
+        lacked: dict[_Kind, list[str]] = {}
+        for name, tensor in self._resolver.sources[self._donor].checkpoint.tensors.items():
+            if self._resolver.find(source, name, lead.member_names(name)[0]) is None:
+                lacked.setdefault(_kind(name, tensor), []).append(name)
+        return lacked
+
+
+def _kind(name: str, tensor: StoredTensor) -> _Kind:
+    return tuple(word for word in name.split(".") if word.isdecimal()), tensor.shape
 
 
 def _check_named(
