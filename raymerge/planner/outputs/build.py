@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from raymerge.architectures.roles import joined_matrix, module_finder
-from raymerge.architectures.rules import Role, Rules
+from raymerge.architectures.rules import Role, Rules, rules_of
 from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
@@ -45,6 +45,7 @@ from raymerge.planner.matching.compatibility import (
 from raymerge.planner.matching.input_resolver import InputResolver, open_inputs
 from raymerge.planner.matching.method_assignment import OWN, MethodAssignment
 from raymerge.planner.outputs.embeddings_and_heads import TieDecision, settle_tie, with_heads
+from raymerge.planner.outputs.loaders import loader_notes
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.parameter_check import CheckedRecipe, check_recipe
 from raymerge.planner.tokenizer.files import TokenizerChanges
@@ -201,7 +202,7 @@ def _tabled(decided: Decided, version: str) -> Plan:
         "config": dict(decided.config),
         "left_out": list(decided.tokenizer.left_out),
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
-        "notes": [*recipe.notes, *decided.notes],
+        "notes": [*recipe.notes, *decided.notes, *loader_notes(decided.outputs, rules_of(decided.config))],
     }
     return make_plan(manifest, tables, findings.problems())
 
