@@ -360,11 +360,17 @@ class FusedLayout:
     """Matrices of each expert stored together: ("gate", "up"), ("gate",), ("up",) or ("down",)."""
     num_experts: int
     is_bias: bool
+    parts: tuple[str, ...] = ()
+    """Canonical names of tensors of which this one has the rows; () for experts."""
 
 
 def logical_name(name: str, rules: Rules, *, info: TensorInfo | None = None) -> str:
     """The canonical name of a tensor that is not fused; a fused one keeps its own, in a canonical block."""
     return CanonicalNames(rules).of(name, info or describe(name, rules))
+
+
+_RENAMED_ALREADY = frozenset({Role.EXPERT, Role.ROUTER, Role.ROUTER_BIAS})
+# What stands behind the block is canonical by the role alone.
 
 
 class CanonicalNames:
@@ -381,7 +387,8 @@ class CanonicalNames:
         block = self._blocks[own]
         rest = name[len(own) + 1 :] if own else name
         inner = _inside_block(info, rest.split("."), self._rules)
-        return f"{block}.{inner}" if block else inner
+        canonical = f"{block}.{inner}" if block else inner
+        return canonical if info.part in _RENAMED_ALREADY else _renamed(canonical, self._rules)
 
 
 def canonical_block(block: str, rules: Rules) -> str:
@@ -441,8 +448,19 @@ def fused_layout(
     )
 
 
+def concatenated_layout(name: str, shape: tuple[int, ...], rules: Rules) -> FusedLayout | None:
+    """How a tensor holds the rows of several others, which may be stored apart; None if it does not."""
+    for pattern, parts in rules.concatenated:
+        if pattern.search(name) and shape and shape[0] % len(parts) == 0:
+            names = tuple(logical_name(pattern.sub(part, name), rules) for part in parts)
+            return FusedLayout("rows", "", ("",), len(parts), is_bias=False, parts=names)
+    return None
+
+
 def logical_names(layout: FusedLayout) -> tuple[str, ...]:
     """Canonical names of the parts: expert by expert, in each projection by projection."""
+    if layout.parts:
+        return layout.parts
     leaf = "bias" if layout.is_bias else "weight"
     head = f"{layout.block}.experts" if layout.block else "experts"
     return tuple(

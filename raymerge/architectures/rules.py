@@ -152,7 +152,12 @@ class Rules:
     sizes: Mapping[str, tuple[str, ...]]
     """Fields for ``hidden``, ``expert_rows``, ``num_experts`` and ``chosen_experts``, dotted, best first."""
     renames: tuple[tuple[re.Pattern[str], str], ...]
-    """Published spellings to canonical ones, applied in order."""
+    """Other spellings to the canonical one, applied in order."""
+    concatenated: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
+    """Tensors that hold the rows of others one below the other, as many of each, and the names of these."""
+    halved: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
+    """Tensors that hold the rows of each head in two halves where others have them take turns, as rotary
+    position embeddings pair them; and the config's fields for the number of heads, best first."""
     published: Mapping[str, str]
     """Canonical words of experts and routers to those on the Hub."""
     ties: tuple[tuple[str, str], ...]
@@ -163,13 +168,13 @@ class Rules:
 @lru_cache(maxsize=64)
 def load_rules(model_type: str | None) -> Rules:
     """The rules of a family, or the general ones."""
-    general, family = _GENERAL, _family(model_type)
+    general, family, spelling = _GENERAL, _family(model_type), _spelling(model_type)
     fused: Mapping[str, Any] = general["fused"]
     return Rules(
         model_type=model_type,
         roles=tuple(
             (Role(entry["role"]), _any(entry["patterns"]))
-            for entry in [*family.get("roles", []), *general["roles"]]
+            for entry in [*spelling["roles"], *family.get("roles", []), *general["roles"]]
         ),
         vision=frozenset(general["overlays"]["vision"]),
         mtp=frozenset(general["overlays"]["mtp"]),
@@ -187,9 +192,11 @@ def load_rules(model_type: str | None) -> Rules:
         joined={word: "+".join(words) for words in general["joined"]["modules"] for word in words},
         sizes={kind: tuple(keys) for kind, keys in general["sizes"].items()},
         renames=tuple(
-            (re.compile(entry["pattern"]), entry["replacement"])
-            for entry in [*family.get("renames", []), *general["renames"]]
+            (re.compile(pattern), replacement)
+            for pattern, replacement in (*spelling["renames"], *_SPELLINGS["renames"])
         ),
+        concatenated=_patterns(spelling["concatenated"]),
+        halved=_patterns(spelling["halved"]),
         published=_published(model_type),
         ties=tuple(
             tuple(pair) for table in (family, general) for pair in table.get("ties", {}).get("pairs", ())
@@ -213,6 +220,12 @@ def _published(model_type: str | None) -> Mapping[str, str]:
     return next((each["words"] for each in spellings if _plain(model_type) in each["families"]), {})
 
 
+def _spelling(model_type: str | None) -> Mapping[str, Sequence[Any]]:
+    own = [each for each in _SPELLINGS["spellings"] if _plain(model_type) in each["families"]]
+    keys = ("roles", "renames", "concatenated", "halved")
+    return {key: [row for each in own for row in each.get(key, ())] for key in keys}
+
+
 def _plain(model_type: str | None) -> str:
     return (model_type or "").removesuffix("_text")
 
@@ -225,8 +238,15 @@ def _table(name: str) -> dict[str, Any] | None:
     return tomllib.loads(table.read_text(encoding="utf-8")) if table.is_file() else None
 
 
-# Read once: a plan asks for rules dozens of times, and this table took half of its time.
+# Read once: a plan asks for rules dozens of times, and these tables took half of its time.
 _GENERAL: Mapping[str, Any] = _table("general") or {}
+_SPELLINGS: Mapping[str, Any] = tomllib.loads(
+    files("raymerge.architectures").joinpath("spellings.toml").read_text(encoding="utf-8")
+)
+
+
+def _patterns(rows: Iterable[Sequence[str]]) -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
+    return tuple((re.compile(pattern), tuple(others)) for pattern, *others in rows)
 
 
 def _any(patterns: Iterable[str]) -> re.Pattern[str]:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 FusedKind = Literal["out_in", "out_in_interleaved", "in_out", "in_out_interleaved", "rows", "rows_transposed"]
 """``out_in`` [E, P*F, d]; ``in_out`` [E, d, P*F]; ``out_in_interleaved`` and ``in_out_interleaved`` the same
-with projections alternating by row or column; ``rows`` [E*F, d]; ``rows_transposed`` [E*F, d] whose logical
+with projections alternating by row or column; ``rows`` [E*F, ...]; ``rows_transposed`` [E*F, d] whose logical
 matrix is [d, F]. All but the last two also hold biases [E, P*F]."""
 
 
@@ -105,8 +105,8 @@ def _shape_of_one(
     if num_experts < 1 or num_projections < 1:
         return ()
     if kind.startswith("rows"):
-        fits = len(shape) == 2 and num_projections == 1 and not shape[0] % num_experts
-        return (shape[0] // num_experts, shape[1]) if fits else ()
+        fits = shape and num_projections == 1 and not shape[0] % num_experts
+        return (shape[0] // num_experts, *shape[1:]) if fits else ()
     return shape[1:] if len(shape) in (2, 3) and shape[0] == num_experts else ()
 
 

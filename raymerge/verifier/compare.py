@@ -362,7 +362,8 @@ def _numbers(a: Side, b: Side, name: str) -> tuple[Numbers, ...]:
 
 
 def _is_comparable(a: Place, b: Place) -> bool:
-    return a.shape == b.shape and all(
+    is_ordered_alike = (a.shape, a.halved_heads) == (b.shape, b.halved_heads)
+    return is_ordered_alike and all(
         each.tensor.dtype.is_mergeable or each.scales is not None for each in (a, b)
     )
 

@@ -35,6 +35,7 @@ class Mutation:
     """Files below ``tests``, one of which must fail."""
 
 
+_SPELLINGS = "planner/test_planner_spellings.py"
 _RANDOM = "methods/test_methods_random.py"
 _TRIM = f"methods/test_methods_reduce.py {METHODS}"
 _REFERENCE = "methods/test_methods_reference.py"
@@ -641,5 +642,24 @@ MUTATIONS = (
         "if subject.problems and not len(result.measurements):",
         "if False:",
         _REPORT,
+    ),
+    # Two spellings of one model, and loaders that read a result wrongly
+    Mutation(
+        "planner/matching/logical.py",
+        "if heads > 0 and tensor.shape[0] % (2 * heads) == 0 else 0",
+        "if heads > 0 else 0",
+        _SPELLINGS,
+    ),
+    Mutation(
+        "planner/matching/input_resolver.py",
+        "(which * half + index if own else 2 * index + which)",
+        "(2 * index + which if own else which * half + index)",
+        _SPELLINGS,
+    ),
+    Mutation(
+        "planner/outputs/loaders.py",
+        "count > 1 and size // count != block",
+        "size // count != block",
+        "planner/test_planner_loaders.py",
     ),
 )

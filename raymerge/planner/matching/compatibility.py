@@ -79,9 +79,13 @@ def other_families(recipe: Recipe, sources: Sequence[Source], *, donor: Source) 
 
 def _is_foreign(source: Source, donor: Source) -> bool:
     renamed = bool(source.reference.override_architecture)
-    return source.architectures != donor.architectures or (
-        source.model_type != donor.model_type and not renamed
-    )
+    # transformers has some classes under other spellings than their publishers (Kimi_K25..., KimiK25...).
+    mine, theirs = map(_plain_names, (source, donor))
+    return mine != theirs or (source.model_type != donor.model_type and not renamed)
+
+
+def _plain_names(source: Source) -> list[str]:
+    return [name.replace("_", "").lower() for name in source.architectures]
 
 
 class ConfigComparison:

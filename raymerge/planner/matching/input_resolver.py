@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 from raymerge.architectures.roles import logical_name
 from raymerge.architectures.rules import Role
@@ -156,6 +157,10 @@ class AdapterOverlay(Overlay):
             return None
         if target is None:
             self._strays.append(called)
+        elif self._logical.is_halved(name) != self._logical.is_halved(self._stored(target)):
+            stored = f"{self._source.checkpoint.name} stores {self._stored(target)}"
+            self._misfit(called, f"its rows are not in the order in which {stored}.", _MERGE_FIRST)
+            return None
         return target
 
     def _check_factor(self, logical: str, factor: Factor) -> None:
@@ -335,6 +340,10 @@ def whole_read(store: int, tensor: StoredTensor) -> Read:
     return Read(0, store, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
 
 
+Run: TypeAlias = tuple[int, int, int, int]
+"""As in a gather."""
+
+
 class ResolvedInput(NamedTuple):
     """What one source gives for one logical tensor. A tuple: there are as many as of ``Place``."""
 
@@ -358,13 +367,17 @@ class ResolvedInput(NamedTuple):
         shape = self.place.shape
         return GatherInput(self._plain(0), shape[0] if shape else 1, self._product())
 
-    def read(self, part: int) -> Read:
-        product = self._product()
-        if product is None:
+    def read(self, part: int, *, halved_heads: int | None = None) -> Read:
+        """``halved_heads``: as in the place of what is made; None for the order in which it is stored."""
+        is_ordered = halved_heads in (None, self.place.halved_heads)
+        if self.factor is None and is_ordered:
             return self._plain(part)
-        rows, columns = self.place.shape
-        gather_input = GatherInput(self._plain(0), rows, product)
-        return gathered(part, Gather(rows, columns, (gather_input,), ((0, 0, rows, 0),), rows))
+        shape = self.place.shape
+        rows = shape[0]
+        runs: tuple[Run, ...] = ((0, 0, rows, 0),)
+        if not is_ordered:
+            runs = tuple(_turned_rows(rows, self.place.halved_heads, halved_heads or 0))
+        return gathered(part, Gather(rows, prod(shape[1:]), (self.gather_input(),), runs, rows))
 
     def _plain(self, part: int) -> Read:
         place, (_, dtype, shape, key, offset, nbytes) = self.place, self.place.tensor
@@ -386,6 +399,15 @@ class ResolvedInput(NamedTuple):
             transposed=is_transposed(factor, self.place.shape),
             magnitude=magnitude,
         )
+
+
+def _turned_rows(rows: int, own: int, other: int) -> Iterator[Run]:
+    """Rows of heads that are stored in two halves, for a matrix where they take turns; or the other way."""
+    head, half = rows // (own or other), rows // (own or other) // 2
+    for row in range(rows):
+        start, within = row // head * head, row % head
+        which, index = (within % 2, within // 2) if own else divmod(within, half)
+        yield row, start + (which * half + index if own else 2 * index + which), 1, 0
 
 
 def open_inputs(sources: Sequence[Source], findings: Findings) -> InputResolver:

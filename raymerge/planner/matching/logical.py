@@ -18,11 +18,12 @@ from raymerge.architectures.roles import (
     FusedLayout,
     NameReader,
     TensorInfo,
+    concatenated_layout,
     fused_layout,
     logical_names,
     other_names,
 )
-from raymerge.architectures.rules import LayoutKind, Role
+from raymerge.architectures.rules import LayoutKind, Role, Rules, first_int
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR, USUAL_BLOCK
@@ -52,6 +53,8 @@ class Place(NamedTuple):
     view: View | None
     """Layout within the block; None: the block is the logical tensor, row-major."""
     scales: Scales | None = None
+    halved_heads: int = 0
+    """Heads whose rows lie in two halves each; 0: in the order of the canonical tensor."""
 
 
 class Block(NamedTuple):
@@ -75,7 +78,11 @@ class LogicalTensors:
         named = self.infos.items()
         stacked = ((name, info.part is Role.EXPERT) for name, info in named if info.expert is None)
         tensors = source.checkpoint.tensors
-        self.stacked = frozenset(n for n, are_experts in stacked if are_experts or len(tensors[n].shape) == 3)
+        self.stacked = frozenset(
+            name
+            for name, are_experts in stacked
+            if are_experts or len(tensors[name].shape) == 3 or _is_concatenated(name, source.rules)
+        )
         # Of fused tensors, which are asked for once for each of their experts.
         self._layouts: dict[str, FusedLayout | None] = {}
         self._blocks: dict[tuple[str, Format | None], tuple[Block, ...] | None] = {}
@@ -98,6 +105,8 @@ class LogicalTensors:
     def logical_name(self, name: str) -> str:
         if name not in self._names:
             canonical = self._canonical.of(name, self.infos[name])
+            if self.is_halved(name) and not self._halved_heads(self._source.checkpoint.tensors[name]):
+                canonical = name
             # Of equal texts one is kept.
             self._names[name] = name if canonical == name else canonical
         return self._names[name]
@@ -192,7 +201,19 @@ class LogicalTensors:
     def whole(self, tensor: StoredTensor) -> Place:
         count = prod(tensor.shape)
         scales = self._scales(tensor, 0, count) if self._packed else None
-        return Place(tensor, 0, count, tensor.shape, None, scales)
+        heads = self._halved_heads(tensor) if self._source.rules.halved else 0
+        return Place(tensor, 0, count, tensor.shape, None, scales, heads)
+
+    def is_halved(self, name: str) -> bool:
+        """Whether the rows of each head lie in two halves in a tensor of this name."""
+        return any(pattern.search(name) for pattern, _ in self._source.rules.halved)
+
+    def _halved_heads(self, tensor: StoredTensor) -> int:
+        """0 where a tensor is not halved, or the config does not tell how."""
+        rules, config = self._source.rules, self._source.checkpoint.config
+        fields = next((fields for pattern, fields in rules.halved if pattern.search(tensor.name)), ())
+        heads = first_int(config, fields) or 0
+        return heads if heads > 0 and tensor.shape[0] % (2 * heads) == 0 else 0
 
     def quant_spec(self, name: str) -> QuantSpec | None:
         packed = self._packed.get(name)
@@ -242,7 +263,7 @@ class LogicalTensors:
             layout = fused_layout(name, _swapped(shape), config, rules)
             if layout is not None and layout.kind in _TURNED:
                 return layout
-        return fused_layout(name, shape, config, rules)
+        return concatenated_layout(name, shape, rules) or fused_layout(name, shape, config, rules)
 
     def is_turned(self, name: str, form: Format | None) -> bool:
         """Whether a format has matrices [rows, columns] that the family has [columns, rows] in bfloat16.
@@ -310,6 +331,10 @@ _SCALED_BY_MATRIX = frozenset({FP8_TENSOR, NVFP4})
 _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
     {"in_out": "out_in", "in_out_interleaved": "out_in_interleaved"}
 )
+
+
+def _is_concatenated(name: str, rules: Rules) -> bool:
+    return any(pattern.search(name) for pattern, _ in rules.concatenated)
 
 
 def _joined(runs: Sequence[Run], matrix: int, scale_row: int) -> Iterator[Run]:

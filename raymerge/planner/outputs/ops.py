@@ -470,7 +470,7 @@ class OpMaker:
                     is_complete = False
                     continue
                 self.settle(resolved, member.source, disposition)
-                reads.append(resolved.read(len(parts)))
+                reads.append(resolved.read(len(parts), halved_heads=place.halved_heads))
             is_same = not chosen.aligned.alias and chosen.aligned.output == chosen.aligned.lead
             own = logical if is_same else output_logical(chosen.aligned, logical)
             parts.append(Part(own, place.shape, place.view))
