@@ -201,8 +201,11 @@ class _LayerNames:
         self._numbered = re.compile(rf"(?:^|[^A-Za-z])(?:{words})[^A-Za-z]*[0-9]")
 
     def layer(self, name: str) -> int | None:
-        match = None if _PATTERN.search(name) else self._name.fullmatch(name)
-        return int(match[2]) if match and not self._is_aside(match[1]) else None
+        # A glob's last star, as ModelOpt lists modules, is no matter behind the name that follows the number.
+        bare = name.rstrip("*")
+        match = None if _PATTERN.search(bare) else self._name.fullmatch(bare)
+        is_whole = bare == name or (match is not None and len(match[3] or "") > 1)
+        return int(match[2]) if match and is_whole and not self._is_aside(match[1]) else None
 
     def renamed(self, name: str, layer: int) -> str:
         return self._name.sub(lambda match: f"{match[1]}.{layer}{match[3] or ''}", name, count=1)
@@ -265,8 +268,9 @@ class _Renaming:
         is_list = not any(isinstance(value_at(model.config, path), Mapping) for model in models)
         for model in models:
             members = _members(value_at(model.config, path))
-            self._patterns |= dict.fromkeys(key for key in members if self._names.is_numbered_pattern(key))
             unnumbered[model.name] = [key for key in members if self._names.layer(key) is None]
+            numbered = filter(self._names.is_numbered_pattern, unnumbered[model.name])
+            self._patterns |= dict.fromkeys(numbered)
             if is_list and set(unnumbered[model.name]) != set(unnumbered[self._donor.name]):
                 self._differ(model, path)
         return tuple(dict.fromkeys(key for keys in unnumbered.values() for key in keys))

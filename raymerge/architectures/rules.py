@@ -60,10 +60,23 @@ def config_int(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
 QUANTISATION_TABLES = ("quantization_config", "compression_config")
 
 
+EXPERT_DTYPE = "expert_dtype"
+"""Field that says what the experts of a table of ``quant_method: fp8`` are stored as, in it or beside it."""
+
+
 def quantisation_tables(config: Mapping[str, Any]) -> list[Any]:
-    """At the top and in the text section, whatever they hold; without empty ones."""
-    tables = (section.get(key) for section in (config, text_section(config)) for key in QUANTISATION_TABLES)
-    return [table for table in tables if table]
+    """At the top and in the text section, whatever they hold, with the dtype of experts that lies beside one
+    of FP8; without empty ones."""
+    levels = (config, text_section(config))
+    experts = next((level[EXPERT_DTYPE] for level in levels if level.get(EXPERT_DTYPE)), None)
+    tables = (level.get(key) for level in levels for key in QUANTISATION_TABLES)
+    return [
+        {EXPERT_DTYPE: experts, **table} if experts and _is_fp8(table) else table for table in tables if table
+    ]
+
+
+def _is_fp8(table: Any) -> bool:
+    return isinstance(table, Mapping) and table.get("quant_method") == "fp8"
 
 
 def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:

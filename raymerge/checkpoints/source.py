@@ -26,6 +26,8 @@ from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
 from raymerge.checkpoints.quantisation.int4 import read_shapes
+from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, as_table
+from raymerge.checkpoints.quantisation.nvfp4 import read_tensor_scales
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parent_and_name, shown
@@ -34,6 +36,7 @@ from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 
 CONFIG_FILE = "config.json"
+_QUANTISATION_TABLES = ("quantization_config", "compression_config")
 
 _Named = TypeVar("_Named", StoredTensor, TensorSpec)
 _RECORD_FILE = "raymerge/plan/manifest.json"
@@ -126,6 +129,11 @@ class Checkpoint(Holding):
 
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Stored shapes of packed integers by tensor name, as far as read; empty where there are only headers."""
+    tensor_scales: Mapping[str, float] = field(default_factory=dict)
+    """Some of the stored scales of whole matrices; empty where there are only headers."""
+    hf_quant_config: Mapping[str, Any] = field(default_factory=dict)
+    """What ModelOpt's file beside the config holds; {} without one. Its table is in ``config`` too, if that
+    has none of its own."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -181,9 +189,11 @@ def open_checkpoint(
             else attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
         )
         config = attempt(problems, lambda: _read_config(store, files, pickled=pickled))
+        hf_quant_config = attempt(problems, lambda: _read_hf_quant_config(store, files)) or {}
         headers = () if weights is None else weights[0]
         tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
         shapes = attempt(problems, lambda: read_shapes(store, tensors, _num_readers(store)))
+        scales = attempt(problems, lambda: read_tensor_scales(store, tensors, _num_readers(store))) or {}
     read = () if weights is None else (*(header.key for header in headers), *weights[2])
     present = {info.key: info.nbytes for info in files}
     beside, left_out = sort_files(present | {info.key: info.nbytes for info in others}, {CONFIG_FILE, *read})
@@ -196,13 +206,15 @@ def open_checkpoint(
     return Checkpoint(
         name=name,
         root=str(root),
-        config=config,
+        config=_with_table(config, hf_quant_config),
         tensors=tensors,
         files=tuple(map(weight_file, headers)),
         companions=companions,
         notes=weights[1],
         left_out=left_out,
         shapes=shapes,
+        tensor_scales=scales,
+        hf_quant_config=hf_quant_config,
     )
 
 
@@ -336,6 +348,22 @@ def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) 
         remedy = "Take config.json from the place the weights come from."
         raise CheckpointError(Problem(where, "is not a JSON object with at least one field.", remedy))
     return config
+
+
+def _read_hf_quant_config(store: ReadStore, files: Sequence[FileInfo]) -> dict[str, Any]:
+    info = next((info for info in files if info.key == HF_QUANT_CONFIG), None)
+    if info is None:
+        return {}
+    where = store.location(HF_QUANT_CONFIG)
+    return read_object(read_bounded(store, HF_QUANT_CONFIG, info.nbytes), where, _MEND)
+
+
+def _with_table(config: dict[str, Any], hf_quant_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, with the table of ModelOpt's file if it has no table of quantisation."""
+    sections = (config, *(each for each in config.values() if isinstance(each, Mapping)))
+    has_table = any(section.get(key) for section in sections for key in _QUANTISATION_TABLES)
+    table = {} if has_table or not config else as_table(hf_quant_config)
+    return {**config, _QUANTISATION_TABLES[0]: table} if table else config
 
 
 def _has_weights(files: Sequence[FileInfo], *, pickled: bool) -> bool:

@@ -16,9 +16,9 @@ from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
 
 _TO_HELP = (
-    "How numbers are stored: same, bf16, fp8_block, fp8_channel, fp8_tensor, mxfp4, nvfp4 or int4; for a "
-    "role or a pattern of names as in --to attention:bf16 --to '*.experts.*:same'. The first that speaks "
-    "of a tensor holds."
+    "How numbers are stored: same, bf16, fp8_block, fp8_channel, fp8_tensor, mxfp8, mxfp4, nvfp4, "
+    "nvfp4_modelopt or int4; for a role or a pattern of names as in --to attention:bf16 "
+    "--to '*.experts.*:same'. The first that speaks of a tensor holds."
 )
 
 

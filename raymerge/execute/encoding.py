@@ -87,8 +87,9 @@ def shared_scale(op: OpJob, seen: Sequence[Observed]) -> TensorScale:
     quant_spec = encode.quant_spec((encode.scale_row_height, op.parts[0].columns))
     largest = torch.stack([each.largest for each in seen]).amax()
     held = [each.had for each in seen if each.had is not None]
-    # Numbers are divided by it, so that the smallest is for the largest ones.
-    had = torch.stack(held).amin() if held else None
+    # Of those that numbers are divided by, the smallest is for the largest ones.
+    of_largest = torch.amax if encode.format.tensor_scale == "factor" else torch.amin
+    had = of_largest(torch.stack(held)) if held else None
     scale = codec_of(encode.format).fresh_tensor_scale(quant_spec, largest, had=had)
     return TensorScale(scale, is_kept=own.had is not None and bool(scale == own.had))
 

@@ -1,7 +1,8 @@
 """The output's ``config.json``, decided with the plan: dtype, tie flag, layer counts, quantisation tables.
 
-A new ``quantization_config`` has the fields that publishers write: DeepSeek-V3 for block FP8, gpt-oss for
-MXFP4, and for the others compressed-tensors, as in Kimi-K2-Thinking (INT4)."""
+A new ``quantization_config`` has the fields that publishers write: DeepSeek-V3 for block FP8, also beside
+the experts of DeepSeek-V4 in MXFP4, gpt-oss for MXFP4, ModelOpt for MXFP8 and its own NVFP4, and for the
+others compressed-tensors, as in Kimi-K2-Thinking (INT4)."""
 
 from __future__ import annotations
 
@@ -11,20 +12,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from raymerge.architectures.depth import Parent, count_mtp_layers, restack_config
 from raymerge.architectures.roles import TIE_KEY
-from raymerge.architectures.rules import QUANTISATION_TABLES, Role, sections, text_section
+from raymerge.architectures.rules import (
+    EXPERT_DTYPE,
+    QUANTISATION_TABLES,
+    Role,
+    quantisation_tables,
+    sections,
+    text_section,
+)
+from raymerge.checkpoints.json_files import json_bytes
+from raymerge.checkpoints.quantisation import modelopt
 from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
 from raymerge.checkpoints.quantisation.formats import read_declared
-from raymerge.checkpoints.quantisation.fp8 import FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, USUAL_BLOCK
 from raymerge.checkpoints.quantisation.int4 import INT4
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
-from raymerge.checkpoints.source import main_dtype
+from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Output, QuantisedOutput
@@ -247,8 +257,17 @@ _BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": T
 
 
 def fresh_table(
-    quant_spec: QuantSpec, plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    quant_specs: Mapping[str, QuantSpec], plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """The table for modules that are stored so; None where no table says all of it."""
+    made = modelopt.fresh_table(quant_specs, plain, cache)
+    kinds = {_kind(each) for each in quant_specs.values()}
+    if {form for form, _ in kinds} == {FP8_BLOCK, MXFP4_BYTES}:
+        kinds = {kind for kind in kinds if kind[0] == FP8_BLOCK}
+    if made is not None or len(kinds) > 1:
+        return made
+    # Scales that may be any numbers may also be powers of two.
+    quant_spec = min(quant_specs.values(), key=lambda each: (each.format == MXFP4_BYTES, each.power_of_two))
     if quant_spec.format in _COMPRESSED:
         return _compressed(quant_spec, plain, cache)
     listed = {"modules_to_not_convert": list(plain)}
@@ -260,7 +279,7 @@ def fresh_table(
         **listed,
         "quant_method": "fp8",
         **({"scale_fmt": "ue8m0"} if quant_spec.power_of_two else {}),
-        "weight_block_size": list(quant_spec.block),
+        "weight_block_size": list(quant_spec.block if quant_spec.format == FP8_BLOCK else USUAL_BLOCK),
     }
 
 
@@ -294,7 +313,7 @@ def _compressed(
     }
 
 
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
+_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _WEIGHT = ".weight"
 _EXPERTS = re.compile(r"(.*\.experts)\.")
 _TOGETHER, _BELOW = ".experts", r"\..*"
@@ -308,6 +327,11 @@ class _Quantisation:
         self._known = donor.checkpoint.packed
         self._packed = {_module(each): each.packed for each in outputs if each.packed is not None}
         self._unread = _unread_formats(sources, outputs)
+        self._had_bytes, self._has_bytes = (
+            any(each.quant_spec.format == MXFP4_BYTES for each in own.values())
+            for own in (self._known, self._packed)
+        )
+        """Whether experts are stored as DeepSeek-V4's, in the donor and in the output."""
 
     def config(
         self, config: Mapping[str, Any], *, where: str, is_common: bool
@@ -317,7 +341,7 @@ class _Quantisation:
         The donor's tables stay where they are true of the output, but for their lists of plain modules.
         ``is_common``: those of all sources agree, so that the donor's may stay."""
         checkpoint, packed = self._donor.checkpoint, self._packed
-        tables = _found(config if is_common else checkpoint.config)
+        tables = quantisation_tables(config if is_common else checkpoint.config)
         declared = read_declared(tables)
         # Without any table codes of unread formats may be none at all: tables of numbers, lists of tokens.
         is_unread = bool(self._unread) and (bool(declared.method) or not is_common)
@@ -326,19 +350,40 @@ class _Quantisation:
         if not (packed or is_unread):
             return without_tables(config), None
         if is_common and self._is_true(declared):
-            return self._with_plain(config, declared), None
+            return self._with_expert_dtype(self._with_plain(config, declared)), None
         objection = self._objection(is_unread=is_unread)
         if objection is not None:
             return config, Problem(where, *objection)
-        # Scales that may be any numbers may also be powers of two.
-        quant_spec = min((each.quant_spec for each in packed.values()), key=lambda each: each.power_of_two)
         has_cache = any(each.name.endswith(CACHE_SCALES) for each in self._outputs)
         cache = next((each.get("kv_cache_scheme") for each in tables), None) if has_cache else None
         plain = self._plain_matrices()
         plain += self._plain_experts(self._outputs, plain)
-        fresh = fresh_table(quant_spec, plain, cache=cache)
+        fresh = fresh_table(self._quant_specs(), plain, cache=cache)
+        if fresh is None:
+            return config, Problem(where, *self._several_formats())
         _list_plain(fresh, plain, replaced=True)
-        return {**without_tables(config), QUANTISATION_TABLES[0]: fresh}, None
+        experts = self._fresh_expert_dtype(fresh)
+        return {**without_tables(config), **experts, QUANTISATION_TABLES[0]: fresh}, None
+
+    def _quant_specs(self) -> dict[str, QuantSpec]:
+        return {module: each.quant_spec for module, each in self._packed.items()}
+
+    def _with_expert_dtype(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The config, which says it where experts that were MXFP4 beside FP8 are FP8 too."""
+        if not self._had_bytes or self._has_bytes:
+            return config
+        levels = [level for _, level in sections(config)]
+        tables = [level[key] for level in levels for key in QUANTISATION_TABLES if level.get(key)]
+        # Loaders take experts for FP4 where it is absent.
+        for place in [each for each in (*levels, *tables) if EXPERT_DTYPE in each] or [config]:
+            place[EXPERT_DTYPE] = "fp8"
+        return config
+
+    def _fresh_expert_dtype(self, table: Mapping[str, Any]) -> dict[str, str]:
+        stated = any(EXPERT_DTYPE in each for each in quantisation_tables(self._donor.checkpoint.config))
+        is_said = stated or self._had_bytes or self._has_bytes
+        dtype = "fp4" if self._has_bytes else "fp8"
+        return {EXPERT_DTYPE: dtype} if is_said and table["quant_method"] == "fp8" else {}
 
     def _is_true(self, declared: Declared) -> bool:
         formats = {each.quant_spec.format for each in self._known.values()}
@@ -368,6 +413,7 @@ class _Quantisation:
         modules += self._plain_experts(self._outputs if is_replaced else (), modules)
         for table, section in _tables(result) if modules or is_replaced else ():
             _list_plain(section[table], modules, replaced=is_replaced)
+            section[table] = modelopt.without_layers(section[table], modules)
         return result
 
     def _freed(self, declared: Declared) -> list[str]:
@@ -391,8 +437,6 @@ class _Quantisation:
     def _objection(self, *, is_unread: bool) -> tuple[str, str] | None:
         if is_unread:
             return self._unread_objection()
-        if len({_kind(each.quant_spec) for each in self._packed.values()}) > 1:
-            return self._several_formats()
         scaled = next((name for name, each in self._packed.items() if _has_input_scale(each)), None)
         return None if scaled is None else self._input_scales(scaled)
 
@@ -461,6 +505,8 @@ def without_tables(config: Mapping[str, Any]) -> dict[str, Any]:
     result = copy.deepcopy(dict(config))
     for table, section in _tables(result):
         del section[table]
+        section.pop(EXPERT_DTYPE, None)
+    result.pop(EXPERT_DTYPE, None)
     return result
 
 
@@ -469,8 +515,19 @@ def _tables(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((table, section) for table in QUANTISATION_TABLES if section.get(table))
 
 
-def _found(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [section[table] for table, section in _tables(dict(config))]
+class BesideConfig(NamedTuple):
+    files: Mapping[str, bytes]
+    left_out: tuple[str, ...]
+    """Companions of the donor that are not copied."""
+
+
+def beside_config(donor: Checkpoint, config: Mapping[str, Any]) -> BesideConfig:
+    """ModelOpt's file beside the config, changed where the table in the config is, so that both agree."""
+    name, before, after = modelopt.HF_QUANT_CONFIG, *map(quantisation_tables, (donor.config, config))
+    if name not in donor.companions or before == after:
+        return BesideConfig({}, ())
+    content = modelopt.as_hf_quant_config(after[0], donor.hf_quant_config) if after else None
+    return BesideConfig({}, (name,)) if content is None else BesideConfig({name: json_bytes(content)}, ())
 
 
 def _experts_of(name: str) -> str:
@@ -482,23 +539,29 @@ def _list_plain(table: dict[str, Any], modules: Sequence[str], *, replaced: bool
     """Add modules to those that a table leaves plain, or replace its list.
 
     Experts that are plain together are one entry: a list of all would have to change with their number."""
-    is_exact = "config_groups" in table
-    usual = "ignore" if is_exact else "modules_to_not_convert"
+    below = _glob_below if modelopt.is_table(table) else _pattern_below if "config_groups" in table else None
+    usual = "modules_to_not_convert" if below is None else "ignore"
     key = next((each for each in _LISTS if each in table), usual)
     listed = [] if replaced else list(table.get(key) or ())
     known = frozenset(listed)
-    table[key] = [*listed, *(each for each in _in_short(modules, is_exact=is_exact) if each not in known)]
+    table[key] = [*listed, *(each for each in _in_short(modules, below) if each not in known)]
 
 
-def _in_short(modules: Sequence[str], *, is_exact: bool) -> list[str]:
+def _in_short(modules: Sequence[str], below: Callable[[str], str] | None) -> list[str]:
     """Modules without the experts that are listed together as well.
 
-    ``is_exact``: a path means one module alone, as in compressed-tensors, where a pattern stands for what is
-    below it."""
+    ``below``: the entry for all that is below a path, where that means one module alone."""
     together = {each for each in modules if each.endswith(_TOGETHER)}
     short = [each for each in modules if _experts_of(each) not in together]
-    below = [f"re:{re.escape(each)}{_BELOW}" for each in short if each in together]
-    return [*short, *below] if is_exact else short
+    return short if below is None else [*short, *(below(each) for each in short if each in together)]
+
+
+def _pattern_below(module: str) -> str:
+    return f"re:{re.escape(module)}{_BELOW}"
+
+
+def _glob_below(module: str) -> str:
+    return f"{module}.*"
 
 
 def _has_input_scale(packed: QuantisedWeight | QuantisedOutput) -> bool:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import xxhash
 
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.json_files import load_json
+from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG
 from raymerge.checkpoints.source import Checkpoint, Unwritten, in_natural_order, planned_file
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
@@ -163,6 +165,9 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
         written = {key: text for key, text in before.written.items() if key in copied} | written
     shards = sorted(plan.columns("shards", "name", "nbytes", "header"))
     companions_root = given.root if before is None else before.companions_root
+    beside = given.hf_quant_config if HF_QUANT_CONFIG in copied else {}
+    if HF_QUANT_CONFIG in written:
+        beside = load_json(written[HF_QUANT_CONFIG])
     return Checkpoint(
         name=name,
         root=str(root),
@@ -172,6 +177,7 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
         companions=tuple(sorted({*copied, *written})),
         notes=(),
         unwritten=Unwritten(companions_root, written, twins=frozenset(_twins(plan, donor))),
+        hf_quant_config=beside,
     )
 
 

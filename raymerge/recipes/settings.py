@@ -257,7 +257,10 @@ def _read_choice(value: object) -> Choice:
     return Choice(selector, number)
 
 
-OUT_FORMATS = ("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4")
+OUT_FORMATS = (
+    *("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", "mxfp4"),
+    *("nvfp4", "nvfp4_modelopt", "int4"),
+)
 """``same``: as in the checkpoint that gives the names; ``bf16``: plain numbers."""
 
 _FORMAT_FORMS = f"Write one of {', '.join(OUT_FORMATS)}, or a list of {{role: expert, value: fp8_block}}."

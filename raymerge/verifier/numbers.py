@@ -87,10 +87,10 @@ def code_steps(
         return np.full((stop - first, columns), whole)
     width = encoding.block[1] or columns
     grid = scale_numbers(encoding.scale_dtype, scales).reshape(-1, -(-columns // width))
-    if encoding.format.tensor_scale == "divisor":
-        divisor = scale_numbers(DType.F32, tensor_scale)[0]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            grid = (grid / divisor).astype(np.float32).astype(np.float64)
+    if encoding.format.has_two_scales:
+        whole, is_factor = scale_numbers(DType.F32, tensor_scale)[0], encoding.format.tensor_scale == "factor"
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            grid = (grid * whole if is_factor else grid / whole).astype(np.float32).astype(np.float64)
     scale_rows = np.arange(first, stop) // encoding.scale_row_height
     return grid[scale_rows].repeat(width, axis=1)[:, :columns]
 

@@ -105,7 +105,7 @@ class Blocks:
         first = scale_row * self._unit
         stored = self._codes.scales(first, min(self._unit, self._codes.total - first))
         least = numeric.least_peaks(encoding, numeric.scale_numbers(encoding.scale_dtype, stored))
-        if encoding.format.tensor_scale == "divisor" and not self._is_joined and self._largest_scale < 1:
+        if encoding.format.has_two_scales and not self._is_joined and self._largest_scale < 1:
             # The matrix's scale is such that blocks have scales of 2 and more: the smallest of all stands for
             # smaller ones only where there are such.
             least = np.maximum(least, 4.0)

@@ -26,18 +26,25 @@ from raymerge.checkpoints.quantisation.block_codec import (
 )
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of, formats
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8
 from raymerge.checkpoints.quantisation.int4 import INT4, grid_steps, grid_steps_in_loops, grid_steps_in_torch
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
 from raymerge.dtypes import DType
 
 FP8 = codec_of(FP8_BLOCK)
+NVFP4S = [NVFP4, NVFP4_MODELOPT]
 
 
 def row(*values: float, length: int = 32) -> Tensor:
     """A row that begins with these values and ends in zeros."""
     return torch.tensor([*values, *(0.0,) * (length - len(values))]).view(1, length)
+
+
+def random_codes(shape: tuple[int, int]) -> Tensor:
+    """Four bits for each number."""
+    made = torch.randint(256, (shape[0] * shape[1] // 2,), generator=torch.Generator().manual_seed(3))
+    return made.to(torch.uint8)
 
 
 def test_fp8_saturates_and_keeps_signs() -> None:
@@ -157,9 +164,10 @@ def test_int4_scales_are_rounded_before_codes_are_made() -> None:
     assert codec.decode(quant_spec, *encoded).equal(codes * scale.float())
 
 
+@pytest.mark.parametrize("form", NVFP4S, ids=lambda form: form.name)
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 0.02, 0.5, 3.0, 40.0, 1e6, 1e30])
-def test_nvfp4_has_scales_for_numbers_of_any_size(size: float) -> None:
-    quant_spec, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
+def test_nvfp4_has_scales_for_numbers_of_any_size(size: float, form: Format) -> None:
+    quant_spec, codec = usual_quant_spec(form, (16, 64)), codec_of(form)
     values = torch.randn(16, 64, generator=torch.Generator().manual_seed(9))
     values *= size / values.abs().max()
     one = codec.fresh_tensor_scale(quant_spec, values.abs().max())
@@ -168,27 +176,31 @@ def test_nvfp4_has_scales_for_numbers_of_any_size(size: float) -> None:
     assert ((decoded - values).double().norm() / values.double().norm()) < 0.12
 
 
-@pytest.mark.parametrize("had", [None, 448 * 6 / 0.3])
-def test_nvfp4_has_one_scale_for_tensors_that_differ_within_bounds(had: float | None) -> None:
-    """Servers join q, k and v, and take one scale for all of them."""
-    quant_spec, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
-    old = None if had is None else torch.tensor(had)
+@pytest.mark.parametrize("form", NVFP4S, ids=lambda form: form.name)
+@pytest.mark.parametrize("had", [None, 2.0**13])
+def test_nvfp4_has_one_scale_for_tensors_that_differ_within_bounds(had: float | None, form: Format) -> None:
+    """Servers join q, k and v, and take one scale for all of them; ModelOpt's is one over the other's."""
+    quant_spec, codec = usual_quant_spec(form, (16, 64)), codec_of(form)
+    power = -1 if form == NVFP4_MODELOPT else 1
+    old = None if had is None else torch.tensor(had**power)
     limit = 448 * 7 / (had or 448 * 6 / 4)
 
     def scale(largest: float) -> float:
         return float(codec.fresh_tensor_scale(quant_spec, torch.tensor(largest), had=old))
 
     usual = scale(0.0)
-    assert had is None or usual == float(old)  # type: ignore[arg-type]
+    of_smaller = 16.0**power
+    assert had is None or usual == had**power
     assert {scale(limit * share) for share in (0.99, 0.3, 1 / 20, 1 / 255)} == {usual}
-    assert {scale(limit * share) for share in (1.01, 3.0, 15.9)} == {usual / 16}
-    assert {scale(limit * share) for share in (1 / 257, 1 / 1000, 1 / 4095)} == {usual * 16}
-    assert scale(limit * 17) == usual / 256
+    assert {scale(limit * share) for share in (1.01, 3.0, 15.9)} == {usual / of_smaller}
+    assert {scale(limit * share) for share in (1 / 257, 1 / 1000, 1 / 4095)} == {usual * of_smaller}
+    assert scale(limit * 17) == usual / of_smaller**2
 
 
+@pytest.mark.parametrize("form", NVFP4S, ids=lambda form: form.name)
 @pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0])
-def test_nvfp4_with_a_damaged_scale_gives_no_numbers(scale: float) -> None:
-    quant_spec, codec = usual_quant_spec(NVFP4, (2, 32)), codec_of(NVFP4)
+def test_nvfp4_with_a_damaged_scale_gives_no_numbers(scale: float, form: Format) -> None:
+    quant_spec, codec = usual_quant_spec(form, (2, 32)), codec_of(form)
     encoded = codec.encode(quant_spec, torch.ones(2, 32), tensor_scale=torch.tensor(1.0))
     assert not codec.decode(quant_spec, *encoded, tensor_scale=torch.tensor(scale)).isfinite().any()
 
@@ -201,11 +213,33 @@ def test_only_some_packings_have_a_scale_of_the_whole_tensor() -> None:
     assert found == (torch.tensor(3.0) / 448).bfloat16().float()
 
 
+def test_modelopt_and_compressed_tensors_mean_the_same_numbers() -> None:
+    """A factor of a power of two is exactly one over a divisor."""
+    codes, scales = random_codes((4, 64)), torch.tensor([0x38, 0x7E, 0x01, 0x40] * 4, dtype=torch.uint8)
+    decoded = [
+        codec_of(form).decode(usual_quant_spec(form, (4, 64)), codes, scales, tensor_scale=torch.tensor(one))
+        for form, one in ((NVFP4, 1024.0), (NVFP4_MODELOPT, 2.0**-10))
+    ]
+    assert decoded[0].equal(decoded[1])
+
+
+def test_deepseek_v4_has_the_even_column_in_the_lower_half() -> None:
+    quant_spec = usual_quant_spec(MXFP4_BYTES, (1, 32))
+    codes = torch.tensor([0x21, 0xF7, *(0,) * 14], dtype=torch.uint8)
+    # Of the scale's byte b the factor is 2 ** (b - 127); 0 is no zero, and 255 no number.
+    for byte, factor in ((127, 1.0), (128, 2.0), (0, 2.0**-127)):
+        decoded = codec_of(MXFP4_BYTES).decode(quant_spec, codes, torch.tensor([byte], dtype=torch.uint8))
+        assert decoded[0, :4].tolist() == [0.5 * factor, factor, 6 * factor, -6 * factor]
+    lost = codec_of(MXFP4_BYTES).decode(quant_spec, codes, torch.tensor([255], dtype=torch.uint8))
+    assert lost.isnan().all()
+
+
 def test_nvfp4_leaves_a_scale_that_is_of_no_use() -> None:
-    quant_spec, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
-    for had in (0.0, -3.0, float("inf"), float("nan"), 1e38):
+    for form, had in itertools.product(NVFP4S, (0.0, -3.0, float("inf"), float("nan"), 1e38)):
+        quant_spec, codec = usual_quant_spec(form, (16, 64)), codec_of(form)
         one = codec.fresh_tensor_scale(quant_spec, torch.tensor(1e3), had=torch.tensor(had))
-        assert 1 / 260 < 1e3 * one / (448 * 7) <= 1, had
+        divisor = 1 / one if form == NVFP4_MODELOPT else one
+        assert 1 / 260 < 1e3 * divisor / (448 * 7) <= 1, (form.name, had)
 
 
 FORMS = {"fp8": codec_of(FP8_BLOCK), "e2m1": codec_of(MXFP4), "int4": codec_of(INT4)}
@@ -452,6 +486,13 @@ class TestFp8Channel(CodecKit):
     )
 
 
+class TestMxfp8(CodecKit):
+    quant_specs: ClassVar[Sequence[QuantSpec]] = (
+        usual_quant_spec(MXFP8, (3, 96)),
+        usual_quant_spec(MXFP8, (1, 32), scale_dtype=DType.F8_E8M0),
+    )
+
+
 class TestFp8Tensor(CodecKit):
     quant_specs: ClassVar[Sequence[QuantSpec]] = tuple(
         usual_quant_spec(FP8_TENSOR, (7, 19), scale_dtype=dtype) for dtype in (DType.F32, DType.BF16)
@@ -465,6 +506,7 @@ class TestMxfp4(CodecKit):
         usual_quant_spec(MXFP4, (3, 64), scale_dtype=DType.F8_E8M0),
         usual_quant_spec(MXFP4, (2, 5, 64)),
         usual_quant_spec(MXFP4_ROWS, (3, 64)),
+        usual_quant_spec(MXFP4_BYTES, (3, 64)),
     )
 
 
@@ -479,6 +521,7 @@ class TestNvfp4(CodecKit):
     quant_specs: ClassVar[Sequence[QuantSpec]] = (
         usual_quant_spec(NVFP4, (7, 48)),
         usual_quant_spec(NVFP4, (1, 16)),
+        usual_quant_spec(NVFP4_MODELOPT, (5, 48)),
     )
 
 
@@ -523,6 +566,8 @@ def test_scales_of_channels_may_have_dimensions_of_one(scales_shape: tuple[int, 
         ((FP8_CHANNEL, (8, 8), (1, 4), DType.F32, False, (8, 2)), r"blocks of \[1, 8\]"),
         ((FP8_TENSOR, (3, 8, 8), (8, 8), DType.F32, False, (1,)), r"shape \[3, 1, 1\], not \[1\]"),
         ((MXFP4, (2, 48), (1, 32), DType.U8, True, (2, 2)), "columns that 32 divides"),
+        ((MXFP8, (2, 48), (1, 32), DType.U8, True, (2, 2)), "columns that 32 divides"),
+        ((MXFP8, (2, 64), (1, 32), DType.F32, True, (2, 2)), "scales of F8_E8M0, U8, not F32"),
         ((MXFP4, (2, 64), (1, 32), DType.F32, False, (2, 2)), "scales of F8_E8M0, U8, not F32"),
         ((INT4, (2, 12), (1, 4), DType.BF16, False, (2, 3)), "8 codes to an element"),
         ((INT4, (2, 24), (1, 3), DType.BF16, False, (2, 8)), "and no blocks of 3 columns"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,13 @@ from raymerge.checkpoints.quantisation.fp8 import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
+    MXFP8,
     fp8_blocks,
     implied_block,
 )
 from raymerge.checkpoints.quantisation.int4 import INT4
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_BYTES, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.planner.inputs.quantised import quantised_tensors
@@ -122,6 +124,11 @@ UNKNOWN: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
         compressed(CHANNEL),
         "fp8_channel with scales of the transposed matrices",
     ),
+    "an algorithm that is not read": (
+        GOOD["DeepSeek-V3, ragged rows"][0],
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {X: "FP8_PB_WO"}},
+        "modelopt (FP8_PB_WO)",
+    ),
     "wider codes": (
         {f"{X}.weight_packed": (DType.I64, (6, 8)), f"{X}.weight_scale": (DType.BF16, (6, 2))},
         compressed(W4),
@@ -152,7 +159,7 @@ REFUSED: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
     ),
     "FP8 of a method that is not read": (
         {f"{X}.weight": f8(2, 2), f"{X}.weight_scale": f32()},
-        {"quant_method": "modelopt"},
+        {"quant_method": "quark"},
         "FP8 with weight_scale",
     ),
     "Mistral's scales": (
@@ -160,20 +167,15 @@ REFUSED: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
         FP8,
         "FP8 with qscale_weight",
     ),
-    "DeepSeek-V4's experts": (
-        {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.scale": (DType.F8_E8M0, (4, 2))},
+    "integers of 8 bits": (
+        {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.weight_scale": f32(4, 1)},
         FP8,
-        "FP4 by 32 columns in bytes, as DeepSeek-V4 has it",
+        "I8 codes",
     ),
-    "ModelOpt's NVFP4": (
-        {
-            f"{X}.weight": (DType.U8, (4, 16)),
-            f"{X}.weight_scale": f8(4, 2),
-            f"{X}.weight_scale_2": f32(),
-            f"{X}.input_scale": f32(),
-        },
+    "NVFP4 of inputs that are scaled": (
+        {**GOOD["NVFP4 of ModelOpt"][0], f"{X}.pre_quant_scale": (DType.BF16, (64,))},
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        "NVFP4 in ModelOpt's names",
+        "NVFP4 of inputs that are scaled first (pre_quant_scale)",
     ),
     "a variant of a format that is read": UNKNOWN["INT8"],
 }
@@ -190,8 +192,8 @@ def test_beside_what_is_read_the_rest_is_named_and_plain_numbers_are_not(tmp_pat
     found = quantised_tensors(open_checkpoint(root, "a model"))
     assert {name: found.unknown[name] for name in specs} == dict.fromkeys(specs, form)
     assert found.unknown.keys() - specs.keys() <= {f"{X}.bias"} | read.keys()
-    assert not found.faults or table["quant_method"] == "compressed-tensors"
-    is_read = table["quant_method"] in ("fp8", "compressed-tensors")
+    assert not found.faults or table["quant_method"] in ("compressed-tensors", "modelopt")
+    is_read = table["quant_method"] in ("fp8", "compressed-tensors", "modelopt")
     assert set(found.members) == (set(read) if is_read else set())
 
 
@@ -204,10 +206,22 @@ def test_a_bias_beside_codes_that_are_read_is_plain(tmp_path: Path) -> None:
 
 
 LEAVES = (
+    "weight_scale_2",
     *("weight", "weight_scale_inv", "weight_scale", "scale", "weight_packed", "weight_shape", "input_scale"),
     *("weight_zero_point", "weight_global_scale", "up_blocks", "up_scales", "up", "up_scale_inv", "qweight"),
 )
-TABLES = (None, FP8, MX, compressed(W4), compressed(W8, W4), compressed(NV), compressed(BLOCK), {"bits": 4})
+NVIDIA = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+TABLES = (
+    None,
+    FP8,
+    MX,
+    compressed(W4),
+    compressed(W8, W4),
+    compressed(NV),
+    compressed(BLOCK),
+    {"bits": 4},
+    NVIDIA,
+)
 DTYPES = (DType.F8_E4M3, DType.F32, DType.BF16, DType.U8, DType.I8, DType.I32, DType.I64, DType.F8_E8M0)
 
 
@@ -236,7 +250,7 @@ def test_whatever_lies_together_is_found_or_told_and_nothing_twice(
 
 def test_of_a_method_that_is_not_read_nothing_is_found_and_nothing_is_a_fault(tmp_path: Path) -> None:
     specs = {**GOOD["one scale of FP8"][0], "lonely.weight_scale_inv": f32(1, 1)}
-    found = look(tmp_path / "a", specs, {"quant_method": "modelopt"})
+    found = look(tmp_path / "a", specs, {"quant_method": "quark"})
     assert found == QuantisedWeights({}, {}, {}, ())
 
 
@@ -301,6 +315,7 @@ def test_of_several_tables_the_first_counts() -> None:
         ({"config_groups": {}}, "compressed-tensors", True),
         ({"bits": 4}, "a method without a name", False),
         ({"quant_method": "q" * 500}, "q" * 60, False),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ", False),
     ],
 )
 def test_methods_that_are_not_read_are_named(table: dict[str, Any], method: str, is_read: bool) -> None:
@@ -463,9 +478,18 @@ NOT_UNDERSTOOD: dict[str, tuple[dict[str, Any], str]] = {
         "has codebook, which is not understood",
     ),
     "formats by layer": (
-        {"quant_method": "fp8", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
-        "has quantized_layers, which is not understood",
+        {"quant_method": "fp8", "quantized_layers": ["a"]},
+        "gives quantized_layers as ['a']",
     ),
+    "experts of another kind": (
+        {"quant_method": "fp8", "expert_dtype": "fp6"},
+        "gives expert_dtype as fp6; only fp4 and fp8 are read",
+    ),
+    "inputs that are scaled first": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "pre_quant_scale": True},
+        "has pre_quant_scale, which is not understood",
+    ),
+    "no algorithm": ({"quant_method": "modelopt"}, "names no quant_algo"),
     "scales of another kind": ({"quant_method": "fp8", "scale_fmt": "e5m3"}, "gives scale_fmt as e5m3"),
 }
 
@@ -537,6 +561,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "weight_block_size": None,
     },
     "gpt-oss": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+    "NVIDIA's NVFP4": {
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"},
+                "targets": ["Linear"],
+                "weights": {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"},
+            }
+        },
+        "ignore": ["lm_head", "model.layers.0.self_attn*"],
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.41.0"},
+        "quant_algo": "NVFP4",
+        "quant_method": "modelopt",
+    },
+    "NVIDIA's DeepSeek-V4": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "moe_quant_algo": "NVFP4",
+        "quant_method": "fp8",
+        "quantized_layers": {"layers.3.ffn.experts.0.w1": {"quant_algo": "NVFP4", "group_size": 16}},
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
 }
 
 
@@ -562,6 +609,21 @@ ONE_LEFT: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {
         [f"{X}.weight_packed I32[2, 4]", f"no {X}.weight_scale"],
     ),
     "an INT4 shape": ({f"{X}.weight_shape": (DType.I64, (2,))}, compressed(W4), [f"no {X}.weight_packed"]),
+    "DeepSeek-V4's experts": (
+        {f"{X}.weight": (DType.I8, (4, 32))},
+        {**FP8, "expert_dtype": "fp4"},
+        [f"{X}.weight I8[4, 32]", f"no {X}.scale"],
+    ),
+    "ModelOpt's NVFP4 without its factor": (
+        {f"{X}.weight": (DType.U8, (2, 8)), f"{X}.weight_scale": f8(2, 1)},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        [f"{X}.weight U8[2, 8]", f"no {X}.weight_scale_2"],
+    ),
+    "ModelOpt's factor": (
+        {f"{X}.weight_scale_2": f32()},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        [f"{X}.weight_scale_2 F32[]", f"no {X}.weight."],
+    ),
     "NVFP4 without the scale of the whole": (
         {f"{X}.weight_packed": (DType.U8, (2, 8)), f"{X}.weight_scale": f8(2, 1)},
         compressed(NV),
@@ -608,6 +670,14 @@ MISFITS: dict[str, tuple[Specs, Mapping[str, Any]]] = {
     "one scale for a stack": ({f"{E}.up": f8(4, 128, 128), f"{E}.up_scale_inv": f32()}, FP8),
     "no matrix": ({f"{X}.weight": f8(256), f"{X}.weight_scale_inv": f32(2)}, FP8),
     "MXFP4": ({f"{E}.up_blocks": (DType.U8, (4, 2, 1, 16)), f"{E}.up_scales": (DType.U8, (4, 2, 2))}, MX),
+    "NVFP4 by 32 columns": (
+        {f"{X}.weight": (DType.U8, (6, 32)), f"{X}.weight_scale": f8(6, 2)},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ),
+    "DeepSeek-V4's experts": (
+        {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.scale": (DType.F8_E8M0, (4, 4))},
+        FP8,
+    ),
     "other rows": (
         {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.BF16, (5, 2))},
         compressed(W4),
@@ -640,6 +710,26 @@ CONTRADICTIONS: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {
         ["fp8_block in blocks of 128x128", "config.json has no quantization_config"],
     ),
     "another method": (GOOD["gpt-oss"][0], FP8, ["mxfp4 in blocks of 1x32", "says fp8"]),
+    "experts that are said to be FP8": (
+        GOOD["DeepSeek-V4's experts"][0],
+        {**FP8, "expert_dtype": "fp8"},
+        ["mxfp4 in blocks of 1x32", "says fp8 (fp8_block with blocks of 128x128)"],
+    ),
+    "another algorithm": (
+        GOOD["NVFP4 of ModelOpt"][0],
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        ["ModelOpt nvfp4 in blocks of 1x16", "says modelopt (fp8_tensor)"],
+    ),
+    "another algorithm for a layer": (
+        GOOD["NVFP4 of ModelOpt"][0],
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {X: "MXFP8"}},
+        ["ModelOpt nvfp4 in blocks of 1x16", "says modelopt (mxfp8)"],
+    ),
+    "listed by a glob": (
+        GOOD["NVFP4 of ModelOpt"][0],
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["model.layers.0.m*"]},
+        [f"{X}.weight U8[6, 32]", f"lists {X} as not quantised"],
+    ),
     "other groups": (
         GOOD["Kimi-K2-Thinking"][0],
         compressed({**W4, "group_size": 128}),
@@ -766,3 +856,115 @@ def test_shapes_of_a_large_model_are_read_only_where_they_tell_something(
     assert not found.faults
     assert len(found.tensors) == (experts if columns % 8 == 0 else 0)
     assert len(found.unknown) == (0 if columns % 8 == 0 else 3 * experts)
+
+
+LAYERS = {
+    "model.layers.0.mlp.experts.1.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+    "model.layers.0.mlp.gate_up_proj": {"quant_algo": "MXFP8", "group_size": 32},
+    "model.layers.0.self_attn": {"quant_algo": "FP8"},
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "form"),
+    [
+        ("mlp.experts.1.up_proj", NVFP4_MODELOPT),
+        ("mlp.up_proj", MXFP8),
+        ("self_attn.q_proj", FP8_TENSOR),
+        ("mlp.experts.2.up_proj", None),
+        ("mlp.down_proj", None),
+    ],
+)
+def test_modules_are_listed_by_themselves_as_fused_or_by_what_they_are_in(
+    module: str, form: Format | None
+) -> None:
+    table = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}
+    found = read_declared([table]).of(f"model.layers.0.{module}")
+    assert (found and [each.format for each in found.schemes]) == (form and [form])
+
+
+def test_one_checkpoint_may_hold_three_formats(tmp_path: Path) -> None:
+    """NVIDIA's DeepSeek-V4: experts quantised once more, those of the next-token layer as they were."""
+    modules = {"layers.3.ffn.experts.0.w1": "NVFP4 of ModelOpt", "layers.3.attn.wq_a": "DeepSeek-V4"}
+    modules |= {"mtp.0.ffn.experts.0.w1": "DeepSeek-V4's experts"}
+    stored = [(module, GOOD[kind][0]) for module, kind in modules.items()]
+    specs: Specs = {name.replace(X, module): each[name] for module, each in stored for name in each}
+    layers = {"layers.3.ffn.experts.0.w1": {"quant_algo": "NVFP4", "group_size": 16}}
+    table = {**FP8, "scale_fmt": "ue8m0", "expert_dtype": "fp4", "quantized_layers": layers}
+    found = look(tmp_path / "a", specs, table)
+    assert (found.faults, dict(found.unknown)) == ((), {})
+    forms = [found.tensors[f"{module}.weight"].quant_spec.format for module in modules]
+    assert forms == [NVFP4_MODELOPT, FP8_BLOCK, MXFP4_BYTES]
+    wrong = {**table, "quantized_layers": {**layers, "mtp.0.ffn.experts.0.w1": "NVFP4"}}
+    text = fault(look(tmp_path / "b", specs, wrong))
+    assert "mtp.0.ffn.experts.0.w1.weight I8[4, 32]" in text
+    assert "is mxfp4 in blocks of 1x32, but config.json says fp8 (ModelOpt nvfp4)" in text
+    of_experts = {**table, "quantized_layers": None, "moe_quant_algo": "NVFP4"}
+    assert look(tmp_path / "c", specs, of_experts).faults == ()
+
+
+@pytest.mark.parametrize("beside", [{}, {"text_config": {"num_hidden_layers": 1}}], ids=["top", "nested"])
+def test_what_experts_are_is_said_beside_the_table(beside: dict[str, Any], tmp_path: Path) -> None:
+    config = {"model_type": "x", "expert_dtype": "fp8", "quantization_config": FP8, **beside}
+    root = header_checkpoint(tmp_path / "a", GOOD["DeepSeek-V4's experts"][0], config)
+    (problem,) = quantised_tensors(open_checkpoint(root, "a model")).faults
+    assert "mxfp4 in blocks of 1x32, but config.json says fp8 (fp8_block" in str(problem)
+
+
+def test_modelopts_file_beside_the_config_counts_where_that_has_no_table(tmp_path: Path) -> None:
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    beside = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    specs = GOOD["NVFP4 of ModelOpt"][0]
+
+    def found(name: str, **config: Any) -> QuantisedWeights:
+        root = header_checkpoint(tmp_path / name, specs, {"model_type": "llama", **config})
+        (root / "hf_quant_config.json").write_text(json.dumps(beside))
+        return quantised_tensors(open_checkpoint(root, "a model"))
+
+    alone = found("a")
+    assert (list(alone.tensors), alone.faults) == ([f"{X}.weight"], ())
+    same = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    assert found("b", quantization_config=same).faults == ()
+    text = fault(found("c", quantization_config={**same, "quant_algo": "W4A16_NVFP4"}))
+    assert "hf_quant_config.json says quant_algo NVFP4, and config.json W4A16_NVFP4" in text
+    quantization |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": {X: {"quant_algo": "NVFP4"}}}
+    mixed = {**same, "quant_algo": "MIXED_PRECISION", "quantized_layers": {f"{X}2": {"quant_algo": "NVFP4"}}}
+    assert "has other quantized_layers than config.json" in fault(found("d", quantization_config=mixed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "table", "scales", "words"),
+    [
+        (
+            "ModelOpt",
+            NVIDIA,
+            [5376.0, 2688.0, 1e-4],
+            "weight_scale_2 is 5376, and most scales by this name look",
+        ),
+        ("ModelOpt", NVIDIA, [5376.0, 2e-4, 1e-4], None),
+        (
+            "packed",
+            compressed(NV),
+            [2e-4, 1e-4],
+            "weight_global_scale is 0.0002, and most scales by this name",
+        ),
+        ("packed", compressed(NV), [5376.0, 1e-4], None),
+    ],
+)
+def test_scales_of_the_other_spelling_are_noticed(
+    kind: str, table: Mapping[str, Any], scales: list[float], words: str | None, tmp_path: Path
+) -> None:
+    """A divisor that is taken for a factor would make numbers millions of times too large."""
+    codes, whole = (
+        ("weight", "weight_scale_2") if kind == "ModelOpt" else ("weight_packed", "weight_global_scale")
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for number, scale in enumerate(scales):
+        module = f"model.layers.{number}.mlp.up_proj"
+        tensors[f"{module}.{codes}"] = torch.zeros(4, 16, dtype=torch.uint8)
+        tensors[f"{module}.weight_scale"] = torch.ones(4, 2).to(torch.float8_e4m3fn)
+        tensors[f"{module}.{whole}"] = torch.tensor([scale])
+    write_checkpoint(tmp_path / "a", tensors, {"model_type": "llama", "quantization_config": table})
+    found = packed_tensors(open_checkpoint(tmp_path / "a", "a model"), [table])
+    assert len(found.tensors) == len(scales)
+    assert words in fault(found) if words else found.faults == ()

@@ -9,10 +9,10 @@ from kits.quantised_numbers import e2m1_values, e4m3_values
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8
 from raymerge.checkpoints.quantisation.int4 import INT4
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
 from raymerge.dtypes import DType
 
 Array = NDArray[Any]
@@ -23,9 +23,12 @@ ELEMENTS = {
     FP8_BLOCK: E4M3,
     FP8_CHANNEL: E4M3,
     FP8_TENSOR: E4M3,
+    MXFP8: E4M3,
     MXFP4: E2M1,
     MXFP4_ROWS: E2M1,
+    MXFP4_BYTES: E2M1,
     NVFP4: E2M1,
+    NVFP4_MODELOPT: E2M1,
     INT4: np.arange(16.0) - 8,
 }
 
@@ -58,6 +61,8 @@ def steps_of(quant_spec: QuantSpec, scales: Array, tensor_scale: float | None, n
     grid = scale_numbers(quant_spec.scale_dtype, scales).reshape(-1, quant_spec.grid[1])
     if quant_spec.format == NVFP4:
         grid = (grid / tensor_scale).astype(np.float32).astype(np.float64)
+    if quant_spec.format == NVFP4_MODELOPT:
+        grid = (grid * tensor_scale).astype(np.float32).astype(np.float64)
     return spread(quant_spec, grid, num_rows)
 
 

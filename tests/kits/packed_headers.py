@@ -11,10 +11,10 @@ from kits.plan_maker import Specs, header_checkpoint
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.formats import packed_tensors
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8
 from raymerge.checkpoints.quantisation.int4 import INT4
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 
@@ -124,6 +124,46 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
         {f"{X}.weight": f8(4, 64), f"{X}.weight_scale": (DType.U8, (4, 2))},
         compressed(GROUP),
         (FP8_BLOCK, (4, 64), (1, 32)),
+    ),
+    "MXFP8 of compressed-tensors": (
+        {f"{X}.weight": f8(4, 64), f"{X}.weight_scale": (DType.U8, (4, 2))},
+        compressed({**GROUP, "scale_dtype": "torch.uint8"}, format="mxfp8-quantized"),
+        (MXFP8, (4, 64), (1, 32)),
+    ),
+    "MXFP8 of ModelOpt": (
+        {f"{X}.weight": f8(4, 64), f"{X}.weight_scale": (DType.U8, (4, 2))},
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "ignore": ["lm_head"]},
+        (MXFP8, (4, 64), (1, 32)),
+    ),
+    "MXFP8 by its other name": (
+        {f"{X}.weight": f8(1, 32), f"{X}.weight_scale_inv": (DType.U8, (1, 1))},
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        (MXFP8, (1, 32), (1, 32)),
+    ),
+    "FP8 of ModelOpt": (
+        {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": f32(), f"{X}.input_scale": f32()},
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        (FP8_TENSOR, (64, 32), (64, 32)),
+    ),
+    "NVFP4 of ModelOpt": (
+        {
+            f"{X}.weight": (DType.U8, (6, 32)),
+            f"{X}.weight_scale": f8(6, 4),
+            f"{X}.weight_scale_2": f32(),
+            f"{X}.input_scale": f32(),
+        },
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head", "*.self_attn*"]},
+        (NVFP4_MODELOPT, (6, 64), (1, 16)),
+    ),
+    "DeepSeek-V4's experts": (
+        {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.scale": (DType.F8_E8M0, (4, 2))},
+        {**FP8, "expert_dtype": "fp4"},
+        (MXFP4_BYTES, (4, 64), (1, 32)),
+    ),
+    "DeepSeek-V4's experts, of which the config is silent": (
+        {f"{X}.weight": (DType.I8, (1, 16)), f"{X}.scale": (DType.F8_E8M0, (1, 1))},
+        FP8,
+        (MXFP4_BYTES, (1, 32), (1, 32)),
     ),
     "gpt-oss": (
         {f"{E}.down_proj_blocks": (DType.U8, (4, 6, 3, 16)), f"{E}.down_proj_scales": (DType.U8, (4, 6, 3))},

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, read_config, read_tensors, write_checkpoint
 from kits.float64_merges import Merge, linear, slerp, ties
-from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
+from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking, three_formats
 from kits.quantised_numbers import ScaleKind, Values, e2m1_values, e4m3_values
 from numpy.typing import NDArray
 
@@ -36,6 +36,7 @@ MAKERS: Mapping[str, Maker] = {
     **{f"DeepSeek-V3 {kind}": _deepseek(kind) for kind in KINDS},
     "Kimi-K2-Thinking": kimi_k2_thinking,
     "gpt-oss": gpt_oss,
+    "three formats": three_formats,
 }
 
 
@@ -53,17 +54,30 @@ def read_numbers(root: Path) -> dict[str, Numbers]:
     stored = read_tensors(root)
     found: dict[str, Numbers] = {}
     for name, tensor in stored.items():
-        if name.endswith(("_scale", "_scale_inv", "_scales", ".weight_shape")):
+        if name.endswith(("_scale", "_scale_inv", "_scales", "_scale_2", ".scale", ".weight_shape")):
             continue
+        module = name.removesuffix(".weight")
         if name.endswith("_blocks"):
             module = name.removesuffix("_blocks")
             found[module] = _mxfp4(tensor, stored[f"{module}_scales"])
         elif name.endswith(".weight_packed"):
             module = name.removesuffix("_packed")
             found[module] = _packed(tensor, stored[f"{module}_scale"], stored.get(f"{module}_global_scale"))
+        elif tensor.dtype is torch.int8:
+            found[name] = _mxfp4(
+                tensor.view(torch.uint8).view(len(tensor), -1, 16), stored[f"{module}.scale"]
+            )
+        elif f"{name}_scale_2" in stored:
+            steps = stored[f"{name}_scale"].double() * stored[f"{name}_scale_2"].double()
+            pairs = tensor.view(*steps.shape, 8).numpy()
+            found[name] = _e2m1(pairs, steps.float().double().numpy())
         elif tensor.dtype is torch.float8_e4m3fn:
             one = stored.get(f"{name}_scale")
-            found[name] = _fp8(tensor, stored[f"{name}_scale_inv"]) if one is None else _spread(tensor, one)
+            blocks = next(
+                (stored[each] for each in (f"{name}_scale_inv", f"{module}.scale") if each in stored), one
+            )
+            assert blocks is not None
+            found[name] = _fp8(tensor, blocks) if one is None else _spread(tensor, one)
         else:
             found[name] = _plain(tensor)
     return found
@@ -175,6 +189,8 @@ def _fp8(codes: torch.Tensor, scales: torch.Tensor) -> Numbers:
 
 
 def _spread(codes: torch.Tensor, scales: torch.Tensor) -> Numbers:
+    if scales.dtype is torch.uint8:
+        return _e4m3(codes, (2.0 ** (scales.double().numpy() - 127)).repeat(32, 1))
     matrices = codes.shape[:-2]
     exact = scales.double().numpy()
     by_matrix = exact.reshape(*matrices, 1, 1) if exact.size == math.prod(matrices) else exact
@@ -197,7 +213,7 @@ def _packed(codes: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor | Non
 
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Numbers:
-    return _e2m1(blocks.numpy(), 2.0 ** (scales.double().numpy() - 127))
+    return _e2m1(blocks.numpy(), 2.0 ** (scales.view(torch.uint8).double().numpy() - 127))
 
 
 def _e2m1(pairs: NDArray[np.uint8], steps: Values) -> Numbers:

@@ -15,7 +15,17 @@ import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, write_json
 from kits.deepseek_headers import KIMI_TABLE, deepseek_shapes, is_fp8
 from kits.fused_headers import gpt_oss_shapes
-from kits.quantised_numbers import Coded, ScaleKind, Values, fp8_blocks, int4, mxfp4, parent_numbers, plain
+from kits.quantised_numbers import (
+    Coded,
+    ScaleKind,
+    Values,
+    fp8_blocks,
+    int4,
+    mxfp4,
+    nvfp4,
+    parent_numbers,
+    plain,
+)
 from safetensors.torch import save_file
 
 from raymerge.checkpoints.source import natural_key
@@ -80,6 +90,33 @@ def gpt_oss(root: Path, seed: int) -> QuantisedModel:
     return model.write(root, config)
 
 
+def three_formats(root: Path, seed: int) -> QuantisedModel:
+    """As NVIDIA publishes DeepSeek-V4: experts in NVFP4, of the next-token layer in MXFP4, the rest FP8."""
+    config = _deepseek_config(layers=2, mtp=1, kv_rank=64) | {"expert_dtype": "fp4"}
+    model, layers = _Made(seed), dict[str, Any]()
+    for name, shape in deepseek_shapes(config):
+        module = name.removesuffix(".weight")
+        if ".experts." in name and ".layers.2." in name:
+            model.code(name, shape, _in_bytes, name, f"{module}.scale")
+        elif ".experts." in name:
+            model.code(name, shape, lambda values: nvfp4(values, 0.3, is_factor=True), name, f"{name}_scale")
+            model.tensors[f"{module}.input_scale"] = torch.tensor(0.5 + seed)
+            layers[module] = {"quant_algo": "NVFP4", "group_size": 16}
+        elif is_fp8(name):
+            model.code(name, shape, lambda values: fp8_blocks(values, "F8_E8M0"), name, f"{module}.scale")
+        else:
+            model.plain(name, shape)
+    table: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "moe_quant_algo": "NVFP4"}
+    table |= {"quant_method": "fp8", "quantized_layers": layers, "scale_fmt": "ue8m0"}
+    return model.write(root, config | {"quantization_config": {**table, "weight_block_size": [128, 128]}})
+
+
+def _in_bytes(values: Values) -> Coded:
+    coded = mxfp4(values)
+    codes = coded.codes.reshape(len(values), -1).view(torch.int8)
+    return Coded(codes, coded.scales.view(torch.float8_e8m0fnu), coded.values)
+
+
 class _Made:
     def __init__(self, seed: int) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -92,6 +129,8 @@ class _Made:
     ) -> None:
         coded = quantise(parent_numbers(name, shape, self._seed))
         self.tensors |= {codes: coded.codes, scales: coded.scales}
+        if coded.whole is not None:
+            self.tensors[f"{codes}_scale_2"] = coded.whole
         self._values[name] = coded.values
         self._quantised.add(name)
 

@@ -97,11 +97,27 @@ def fp8_matrices(values: Values) -> Coded:
     return Coded(torch.from_numpy(codes).view(torch.float8_e4m3fn), stored, e4m3_values()[codes] * exact)
 
 
-def nvfp4(values: Values, largest: float) -> Coded:
-    whole = torch.tensor([448 * 6 / largest]).float()
+def mxfp8(values: Values) -> Coded:
+    """8-bit floats by runs of 32 columns; by OCP's rule the largest may be cut off at 448 times the scale."""
+    runs = values.reshape(len(values), -1, 32)
+    largest = np.abs(runs).max(-1)
+    exponents = np.floor(np.log2(np.where(largest > 0, largest, 1.0))) - 8
+    steps = 2.0 ** exponents[..., None]
+    codes = _nearest(runs / steps, e4m3_values()[:127], sign=128)
+    decoded = (e4m3_values()[codes] * steps).reshape(values.shape)
+    scales = torch.from_numpy((exponents + 127).astype(np.uint8))
+    stored = torch.from_numpy(codes.reshape(values.shape)).view(torch.float8_e4m3fn)
+    return Coded(stored, scales, decoded)
+
+
+def nvfp4(values: Values, largest: float, *, is_factor: bool = False) -> Coded:
+    """4-bit floats by runs of 16 columns; the one scale is ModelOpt's factor, or a divisor."""
+    whole = torch.tensor(largest / (448 * 6)) if is_factor else torch.tensor([448 * 6 / largest])
     runs = values.reshape(len(values), -1, 16)
-    scales = (torch.from_numpy(np.abs(runs).max(-1) / 6).float() * whole).to(torch.float8_e4m3fn)
-    steps = (scales.float() / whole).double().numpy()[..., None]
+    wanted = torch.from_numpy(np.abs(runs).max(-1) / 6).float()
+    scales = (wanted / whole if is_factor else wanted * whole).to(torch.float8_e4m3fn)
+    steps = scales.double() * whole.double() if is_factor else scales.double() / whole.double()
+    steps = steps.float().double().numpy()[..., None]
     number = _nearest(runs / steps, e2m1_values()[:8], sign=8).reshape(values.shape)
     decoded = (e2m1_values()[number].reshape(runs.shape) * steps).reshape(values.shape)
     pairs = (number[:, 0::2] | number[:, 1::2] << 4).astype(np.uint8)

@@ -5,6 +5,7 @@ Parents of one layout are the same model plus a little that hangs on the seed, e
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, fields, llama_config, llama_shapes, write_checkpoint
 from kits.quantised_models import QuantisedModel
-from kits.quantised_numbers import Coded, Values, fp8_matrices, nvfp4, parent_numbers, plain
+from kits.quantised_numbers import Coded, Values, fp8_matrices, mxfp8, nvfp4, parent_numbers, plain
 
 Shapes = Mapping[str, tuple[int, ...]]
 Parts = Mapping[str, torch.Tensor]
@@ -39,6 +40,24 @@ def fp8_llama(root: Path, seed: int, *, shapes: Shapes | None = None) -> Quantis
 
 def nvfp4_llama(root: Path, seed: int, *, shapes: Shapes | None = None) -> QuantisedModel:
     return _llama(root, seed, "nvfp4-pack-quantized", _as_nvfp4, shapes)
+
+
+def modelopt_llama(root: Path, seed: int, algorithm: str, *, is_legacy: bool = False) -> QuantisedModel:
+    """As NVIDIA publishes it: the table in the config, and in a file beside it, or there alone."""
+    size = {"NVFP4": 16, "MXFP8": 32}.get(algorithm)
+    told = {"quant_algo": algorithm, **({"group_size": size} if size else {})}
+    table = {**told, "ignore": ["lm_head"], "kv_cache_scheme": None, "quant_method": "modelopt"}
+    beside = {**told, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    config = llama_config(layers=1, hidden=64)
+    return _written(
+        root,
+        seed,
+        config if is_legacy else {**config, "quantization_config": table},
+        llama_shapes(config),
+        lambda name: name.endswith("_proj.weight"),
+        _MODELOPT[algorithm],
+        {"hf_quant_config.json": json.dumps({"producer": {"name": "modelopt"}, "quantization": beside})},
+    )
 
 
 def fp8_mixture(root: Path, seed: int) -> QuantisedModel:
@@ -95,6 +114,7 @@ def _written(
     shapes: Shapes,
     is_code: Callable[[str], bool],
     stored: Callable[[str, Values], tuple[Coded, Parts]],
+    extra: Mapping[str, str] | None = None,
 ) -> QuantisedModel:
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Values] = {}
@@ -108,7 +128,7 @@ def _written(
             tensors[name], values[name] = plain(numbers, torch.bfloat16)
     _join_inputs(tensors)
     # Codes and their scales lie in several files.
-    write_checkpoint(root, tensors, config, files=3, extra=TOKENIZER_FILES)
+    write_checkpoint(root, tensors, config, files=3, extra={**TOKENIZER_FILES, **(extra or {})})
     return QuantisedModel(root, values, frozenset(name for name in shapes if is_code(name)))
 
 
@@ -120,11 +140,38 @@ def _as_fp8(name: str, values: Values) -> tuple[Coded, Parts]:
     return coded, _of_module(name, parts)
 
 
-def _as_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
+def _nvfp4(name: str, values: Values, *, is_factor: bool) -> tuple[Coded, torch.Tensor]:
     largest = float(np.abs(values).max()) * (1024 if ODD in name else 1)
-    coded = nvfp4(values, _JOINED_LARGEST if any(word in name for word in JOINED) else largest)
+    largest = _JOINED_LARGEST if any(word in name for word in JOINED) else largest
+    coded = nvfp4(values, largest, is_factor=is_factor)
     assert coded.whole is not None
-    parts = {"weight_packed": coded.codes, "weight_scale": coded.scales, "weight_global_scale": coded.whole}
+    return coded, coded.whole
+
+
+def _as_modelopt_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
+    coded, whole = _nvfp4(name, values, is_factor=True)
+    parts = {"weight": coded.codes, "weight_scale": coded.scales, "weight_scale_2": whole}
+    return coded, _of_module(name, {**parts, "input_scale": torch.tensor(float(np.abs(values).sum()))})
+
+
+def _as_modelopt_fp8(name: str, values: Values) -> tuple[Coded, Parts]:
+    coded = fp8_matrices(values)
+    inputs = torch.tensor(float(np.abs(values).sum()))
+    scale = coded.scales.squeeze()
+    return coded, _of_module(name, {"weight": coded.codes, "weight_scale": scale, "input_scale": inputs})
+
+
+def _as_mxfp8(name: str, values: Values) -> tuple[Coded, Parts]:
+    coded = mxfp8(values)
+    return coded, _of_module(name, {"weight": coded.codes, "weight_scale": coded.scales})
+
+
+_MODELOPT = {"NVFP4": _as_modelopt_nvfp4, "FP8": _as_modelopt_fp8, "MXFP8": _as_mxfp8}
+
+
+def _as_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
+    coded, whole = _nvfp4(name, values, is_factor=False)
+    parts = {"weight_packed": coded.codes, "weight_scale": coded.scales, "weight_global_scale": whole}
     inputs = torch.tensor([float(np.abs(values).sum())])
     return coded, _of_module(name, {**parts, "input_global_scale": inputs})
 

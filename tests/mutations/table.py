@@ -349,6 +349,18 @@ MUTATIONS = (
     Mutation(
         "checkpoints/quantisation/block_codec.py", "whole = size // block * block", "whole = size", CODECS
     ),
+    Mutation(
+        "checkpoints/quantisation/nvfp4.py",
+        "steps / tensor_scale if _is_factor(quant_spec)",
+        "steps * tensor_scale if _is_factor(quant_spec)",
+        CODECS,
+    ),
+    Mutation(
+        "planner/config.py",
+        "if name not in donor.companions or before == after:",
+        "if True:",
+        "quantised/test_quantised_modelopt.py",
+    ),
     # Workers that get on, and those that do not
     Mutation(
         "runtime/driver/in_process.py",

@@ -427,7 +427,7 @@ def test_what_a_format_cannot_hold_is_named_with_a_remedy(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("asked", "fault"),
     [
-        ("int4", "compressed-tensors packs the weight of one module, a matrix, and no stack of them"),
+        ("int4", "loaders take it for the weight of one module, a matrix, and no stack of them"),
         ([{"role": "attention", "value": "mxfp4"}], "gpt-oss has its experts in it and nothing else"),
     ],
 )
@@ -614,7 +614,7 @@ def test_a_role_speaks_of_matrices_of_modules(selector: dict[str, Any], wanted: 
 def test_what_a_line_does_not_speak_of_is_for_the_next_one(root: Path) -> None:
     asked = [{"role": "attention", "value": "fp8_block"}, {"glob": "*.q_proj.bias", "value": "int4"}]
     (said,) = refusals(one_model(root, out_format=asked))
-    assert "1 tensors cannot be stored as int4: compressed-tensors packs the weight of one module" in said
+    assert "1 tensors cannot be stored as int4: loaders take it for the weight of one module" in said
 
 
 @pytest.mark.parametrize("asked", [[{"role": "norm"}], [{"role": "router_bias"}]])

@@ -63,6 +63,7 @@ SELF_MERGED = {
     "Kimi-K2-Thinking": ("linear", "slerp", "ties", "model_stock", "passthrough"),
     "DeepSeek-V3 F32": ("linear", "ties", "passthrough"),
     "DeepSeek-V3 U8": _SOME,
+    "three formats": ("linear", "ties", "passthrough"),
     "FP8": ("linear", "slerp", "ties", "nuslerp"),
     "NVFP4": ("linear", "slerp", "ties", "nuslerp"),
 }

@@ -288,7 +288,7 @@ class Codec(ABC):
         if quant_spec.tensor_scale_dtype is None:
             raise ValueError(f"{quant_spec.format.name} has no scale of the whole tensor.")
         fresh = self._fresh_for_tensor(quant_spec, largest)
-        return fresh if had is None else self._near(had, largest, fresh)
+        return fresh if had is None else self._near(quant_spec, had, largest, fresh)
 
     def error_sums(
         self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
@@ -320,7 +320,13 @@ class Codec(ABC):
     def _fresh_for_tensor(self, quant_spec: QuantSpec, largest: Tensor) -> Tensor:
         return self._fresh(quant_spec, largest, largest, None)
 
-    def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:  # noqa: ARG002
+    def _near(
+        self,
+        quant_spec: QuantSpec,  # noqa: ARG002
+        had: Tensor,  # noqa: ARG002
+        largest: Tensor,  # noqa: ARG002
+        fresh: Tensor,
+    ) -> Tensor:
         """The previous scale of the whole tensor or one near it; ``fresh`` where neither serves."""
         return fresh
 

@@ -130,7 +130,7 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
     group = size if isinstance(size, int) and size > 0 else None
     strategy = weights.get("strategy") or ("group" if group else "channel" if size == -1 else "tensor")
     kind = weights.get("type", "int"), weights.get("num_bits", 8)
-    meant = GroupWeights(kind, strategy, group, weights.get("block_structure"))
+    meant = GroupWeights(kind, strategy, group, weights.get("block_structure"), weights.get("scale_dtype"))
     return next((scheme for read in _SCHEMES if (scheme := read(meant)) is not None), None)
 
 

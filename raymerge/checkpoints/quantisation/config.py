@@ -15,6 +15,7 @@ from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern
 from raymerge.checkpoints.quantisation.encoding import WHOLE, Format
 
 _SHOWN = 60
+_GLOB = re.compile(r"[*?]")
 _NO_PATTERN = re.compile(r"[\w.-]*")
 # Groups have other numbers in a pattern that is joined from several.
 _REFERENCE = re.compile(r"\\[0-9]|\(\?P|\(\?\(")
@@ -26,6 +27,8 @@ class Scheme:
     format: Format
     block: tuple[int, int] | None
     """Rows and columns of a block, ``WHOLE`` for the matrix's size; None allows any."""
+    is_stated: bool = True
+    """Whether the config states it, and does not only leave it open."""
 
     def allows(self, form: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
         """Whether this allows a tensor [..., rows, columns] of the format and blocks."""
@@ -93,7 +96,7 @@ class Declared:
         return any(scheme.allows(form, block, shape) for scheme in self.schemes)
 
     def __str__(self) -> str:
-        known = [str(scheme) for scheme in self.schemes]
+        known = [str(scheme) for scheme in self.schemes if scheme.is_stated]
         return f"{self.method} ({', '.join([*known, *self.others]) or 'no weights'})"
 
 
@@ -113,6 +116,7 @@ class GroupWeights(NamedTuple):
     group: int | None
     """``group_size`` if above 0."""
     block_structure: Any
+    scale_dtype: Any
 
 
 def unknown_fields(table: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
@@ -148,6 +152,15 @@ def matched_modules(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
     exact = frozenset(name for name in listed if not name.startswith("re:"))
     patterns, wrong = _compiled([name.removeprefix("re:") for name in listed if name.startswith("re:")])
     return Modules(exact=exact, patterns=patterns), wrong
+
+
+def glob_modules(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
+    """Names as ModelOpt reads them: whole paths, and globs, whose ``*`` stands for dots too."""
+    listed = tuple(names)
+    globs = [name for name in listed if _GLOB.search(name)]
+    as_patterns = (re.escape(each).replace(r"\*", ".*").replace(r"\?", ".") for each in globs)
+    patterns, wrong = _compiled([f"{each}$" for each in as_patterns])
+    return Modules(exact=frozenset(listed) - frozenset(globs), patterns=patterns), wrong
 
 
 def _compiled(

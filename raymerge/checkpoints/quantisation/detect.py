@@ -35,7 +35,7 @@ CACHE_SCALES = (
 # Gemma 3n has a weight "altup.correct_output_scale".
 _OTHER_SCALES = (".output_scale", ".output_global_scale", "_proj_input_scale", "_proj_output_scale")
 
-SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", ".scale", ".scales")
+SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".scales")
 CORRUPT = "Download or copy the checkpoint again, or use one that is converted to bfloat16."
 
 _CONFIG = "config.json"
@@ -112,6 +112,8 @@ class Search:
 
     def run(self, methods: Sequence[QuantMethod]) -> QuantisedWeights:
         """Find what is codes with scales; where the config's method is not read, nothing is a fault."""
+        # Names and dtypes that two methods have mean what the declared one means by them.
+        methods = sorted(methods, key=lambda each: each.name != self.declared.method)
         if self.declared.is_read:
             for tensor in self.stored.values():
                 if tensor.dtype in _NUMBERS and not tensor.name.endswith("_packed"):
@@ -177,6 +179,10 @@ class Search:
             remedy = "Delete one of the two; nothing says which of them counts."
             self.report("twice", what, remedy, (codes.name, scales.name))
             return
+        declared = self.declared_of(name.removesuffix(_WEIGHT))
+        if not declared.is_read:
+            self.refuse((codes.name, scales.name, *others), str(declared))
+            return
         kind, block, shape = form
         is_power = scales.dtype in EXPONENTS or (kind.is_fp8 and self.declared.power_of_two)
         key = (kind, shape, block, scales.dtype, is_power, scales.shape)
@@ -197,7 +203,7 @@ class Search:
             shape = self.stored[packed.shape_tensor]
             if shape.dtype not in (DType.I32, DType.I64) or shape.shape != (2,):
                 self.report("shape", f"{described(shape)} is no I32 or I64 [2].", CORRUPT)
-        if packed.quant_spec.format.tensor_scale == "divisor" and packed.tensor_scale:
+        if packed.quant_spec.format.has_two_scales and packed.tensor_scale:
             scale, count = self.stored[packed.tensor_scale], packed.quant_spec.num_matrices
             if scale.dtype is not DType.F32 or scale.num_elements != count:
                 self.report("global scale", f"{described(scale)} is no F32 of {count} elements.", CORRUPT)

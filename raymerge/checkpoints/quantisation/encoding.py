@@ -45,18 +45,22 @@ class Format:
     usual_scale: DType = field(compare=False)
     reference: Reference = field(compare=False)
     parts: Mapping[str, str] = field(compare=False)
-    """Suffixes of a tensor's name in its stored parts, by field of ``PartNames``."""
+    """Suffixes of a tensor's name in its stored parts, by field of ``PartNames``; one with a dot before it
+    follows the module's name."""
     code_bits: int = field(compare=False, default=4)
     word: str = field(compare=False, default="")
+    recipe_name: str = field(compare=False, default="")
+    """What recipes call it; one name for formats that differ only in how tensors are called and laid out."""
     usual_block: tuple[int, int] | None = field(compare=False, default=None)
     """What publishers choose where ``block`` leaves a choice."""
-    tensor_scale: Literal["none", "only", "divisor"] = field(compare=False, default="none")
-    """Whether the tensor has one scale: the ``only`` one, or a ``divisor`` of block scales."""
+    tensor_scale: Literal["none", "only", "divisor", "factor"] = field(compare=False, default="none")
+    """Whether the tensor has one scale: the ``only`` one, or a ``divisor`` or ``factor`` of block scales."""
     has_block_axis: bool = field(compare=False, default=False)
     """Whether blocks are an axis of the stored codes: [..., rows, blocks, bytes of a block]."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "word", self.word or self.name)
+        object.__setattr__(self, "recipe_name", self.recipe_name or self.name)
         object.__setattr__(self, "usual_block", self.usual_block or self.block)
 
     @property
@@ -71,7 +75,17 @@ class Format:
 
     def tensor_scale_dtype(self, scale_dtype: DType) -> DType | None:
         """Dtype of the tensor's one scale, given that of its scales; None where there is none."""
-        return {"none": None, "only": scale_dtype, "divisor": DType.F32}[self.tensor_scale]
+        return {"none": None, "only": scale_dtype}.get(self.tensor_scale, DType.F32)
+
+    @property
+    def tensor_scale_shape(self) -> tuple[int, ...]:
+        """As publishers store the scale of one matrix."""
+        return () if self.tensor_scale == "factor" else (1,)
+
+    @property
+    def has_two_scales(self) -> bool:
+        """Whether blocks have scales beside the one of the tensor."""
+        return self.tensor_scale in ("divisor", "factor")
 
     def fixed_block(self, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, int]:
         """The block by the rule of the format for [..., rows, columns]; free sizes as in ``block``."""
@@ -82,7 +96,13 @@ class Format:
         return rows, columns
 
     def part_names(self, name: str) -> PartNames:
-        return PartNames(**{part: f"{name}{ending}" for part, ending in self.parts.items()})
+        module = name.removesuffix(".weight")
+        return PartNames(
+            **{
+                part: f"{module if ending.startswith('.') else name}{ending}"
+                for part, ending in self.parts.items()
+            }
+        )
 
 
 class PartNames(NamedTuple):
@@ -117,7 +137,8 @@ class QuantisedWeight:
         """Name of the whole tensor's stored scale; None where only blocks have scales."""
         if self.quant_spec.format.tensor_scale == "only":
             return self.scales
-        return next((name for name in self.others if name.endswith(".weight_global_scale")), None)
+        ending = self.quant_spec.format.parts.get("tensor_scale")
+        return next((name for name in self.others if ending and name.endswith(f".weight{ending}")), None)
 
     @property
     def shape_tensor(self) -> str | None:
@@ -272,10 +293,10 @@ def _block_fault(quant_spec: QuantSpec) -> str | None:
     fixed = form.fixed_block(block, shape)
     if block != fixed:
         return f"has blocks of {list(fixed)} in a tensor of shape {list(shape)}, not {list(block)}."
+    if quant_spec.columns % block[1] and (form.code_bits < 8 or form.block[1] > 0):
+        return f"needs columns that {block[1]} divides, but the shape is {list(shape)}."
     if form.code_bits == 8:
         return None
-    if quant_spec.columns % block[1]:
-        return f"needs columns that {block[1]} divides, but the shape is {list(shape)}."
     if block[1] % 2:
         return f"has two codes to a byte, and no blocks of {block[1]} columns, which would end within one."
     if quant_spec.columns * 4 % form.code_dtype.bits:

@@ -4,7 +4,8 @@ A new format is a file beside this, and a line here (or in ``compressed_tensors`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raymerge.checkpoints.quantisation.block_codec import Codec
@@ -13,10 +14,14 @@ from raymerge.checkpoints.quantisation.config import Declared, brief
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights, QuantMethod, Search
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.fp8 import FP8
+from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, MODELOPT, contradiction, with_layers
 from raymerge.checkpoints.quantisation.mxfp4 import GPT_OSS
+from raymerge.checkpoints.quantisation.nvfp4 import other_spelling
 from raymerge.checkpoints.source import Checkpoint
+from raymerge.errors import Problem
 
-_METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, FP8, GPT_OSS)
+_MEND_BOTH = "Mend the one that is wrong, or take both files from the place the weights come from."
+_METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
 
 
 def formats() -> Mapping[Format, Codec]:
@@ -46,8 +51,13 @@ def read_declared(tables: Sequence[Any]) -> Declared:
     name = str(table.get("quant_method") or "")
     if not name:
         name = COMPRESSED_TENSORS.name if "config_groups" in table else "a method without a name"
+    # Some write the algorithm behind ModelOpt's name too.
+    name = MODELOPT.name if name.startswith(f"{MODELOPT.name}_") else name
     method = next((each for each in _METHODS if each.name == name), None)
-    return Declared(name[:60], is_read=False) if method is None else method.read_table(table)
+    if method is None:
+        return Declared(name[:60], is_read=False)
+    # NVIDIA keeps DeepSeek's table, and adds the layers that it quantised once more.
+    return with_layers(method.read_table(table), table) if method is FP8 else method.read_table(table)
 
 
 def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> QuantisedWeights:
@@ -57,4 +67,23 @@ def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> QuantisedWe
     (GPTQ, AWQ, bitsandbytes ...) nothing is found and nothing is a fault."""
     declared = read_declared(tables)
     search = Search(checkpoint.name, checkpoint.tensors, checkpoint.shapes, declared, checkpoint.is_raw)
-    return search.run(_METHODS)
+    table = next((each for each in tables[:1] if isinstance(each, Mapping)), {})
+    if sentence := contradiction(table, checkpoint.hf_quant_config):
+        search.report(HF_QUANT_CONFIG, f"{HF_QUANT_CONFIG} {sentence}.", _MEND_BOTH)
+    found = search.run(_METHODS)
+    faults = tuple(_swapped_scales(checkpoint, found))
+    return replace(found, faults=(*found.faults, *faults)) if faults else found
+
+
+def _swapped_scales(checkpoint: Checkpoint, found: QuantisedWeights) -> Iterator[Problem]:
+    by_format: dict[Format, list[str]] = {}
+    for name in checkpoint.tensor_scales:
+        if name in found.members:
+            by_format.setdefault(found.tensors[found.members[name]].quant_spec.format, []).append(name)
+    for form, names in by_format.items():
+        looks = other_spelling(form, [checkpoint.tensor_scales[name] for name in names])
+        if looks is not None:
+            scale = checkpoint.tensor_scales[names[0]]
+            what = f"{names[0]} is {scale:g}, and most scales by this name look like {looks}."
+            remedy = "Store one over each of them, or use the checkpoint as its quantiser wrote it."
+            yield Problem(checkpoint.name, what, remedy)

@@ -11,14 +11,18 @@ codes               scales                                        further
                     ``X.weight_scale`` (compressed-tensors)
 ``Y`` F8            ``Y_scale_inv``, ``Y_scale``
 =================== ============================================= ==========================================
+
+``quant_method: fp8`` is also that of DeepSeek-V4, whose experts are MXFP4 as ``mxfp4`` describes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation import mxfp4
 from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
@@ -93,6 +97,17 @@ FP8_TENSOR = _format(
     tensor_scale="only",
     parts={"codes": "", "tensor_scale": "_scale"},
 )
+MXFP8 = replace(
+    FP8_CHANNEL,
+    name="mxfp8",
+    word="mxfp8",
+    recipe_name="mxfp8",
+    block=(1, 32),
+    usual_block=(1, 32),
+    scale_dtypes=EXPONENTS,
+    usual_scale=DType.U8,
+)
+"""OCP Microscaling v1.0: 32 columns share a power of two."""
 
 
 # The config's table
@@ -101,11 +116,18 @@ _KEYS = frozenset(
     [
         *("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme", "expert_dtype"),
         *("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "kv_cache_scheme"),
-        *("weight_per_tensor", "act_per_tensor", "dequantize"),
+        *("weight_per_tensor", "act_per_tensor", "dequantize", "moe_quant_algo", "quantized_layers"),
     ]
 )
+_EXPONENT_SCALES = ("torch.uint8", "torch.float8_e8m0fnu")
 _E4M3 = frozenset({"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"})
 _SCALE_FORMATS = (None, "float", "ue8m0")
+_EXPERT_FORMATS: Mapping[str, tuple[Scheme, ...]] = {
+    "": (Scheme(mxfp4.MXFP4_BYTES, None, is_stated=False),),
+    "fp4": (Scheme(mxfp4.MXFP4_BYTES, None),),
+    "fp8": (),
+}
+"""What ``expert_dtype`` allows beside FP8; loaders take experts for FP4 where it is absent."""
 
 
 def _read_table(table: Mapping[str, Any]) -> Declared:
@@ -123,11 +145,14 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
         schemes = (*schemes, Scheme(FP8_BLOCK, (1, block[1])))
     if table.get("fmt", "e4m3") not in _E4M3:
         wrong = (*wrong, f"gives fmt as {brief(table['fmt'])}; only e4m3 is read")
+    experts = _EXPERT_FORMATS.get(str(table.get("expert_dtype") or ""))
+    if experts is None:
+        wrong = (*wrong, f"gives expert_dtype as {brief(table['expert_dtype'])}; only fp4 and fp8 are read")
     if table.get("scale_fmt") not in _SCALE_FORMATS:
         wrong = (*wrong, f"gives scale_fmt as {brief(table['scale_fmt'])}; only ue8m0 and float are read")
     return Declared(
         "fp8",
-        schemes,
+        (*schemes, *(experts or ())),
         power_of_two=table.get("scale_fmt") == "ue8m0",
         plain=plain,
         scales_inputs=table.get("activation_scheme") == "static",
@@ -142,6 +167,8 @@ def group_scheme(weights: GroupWeights) -> Scheme | None:
         return Scheme(FP8_TENSOR, None)
     if weights.strategy == "channel":
         return Scheme(FP8_CHANNEL, None)
+    if weights.group == MXFP8.block[1] and weights.scale_dtype in _EXPONENT_SCALES:
+        return Scheme(MXFP8, None)
     if weights.strategy == "group" and weights.group:
         return Scheme(FP8_BLOCK, (1, weights.group))
     # Older files write "128x128".
@@ -156,10 +183,14 @@ Blocks: TypeAlias = tuple[Format, tuple[int, int]]
 
 
 def _are_codes(tensor: StoredTensor) -> bool:
-    return tensor.dtype is DType.F8_E4M3 and not tensor.name.endswith(SCALE_ENDINGS)
+    is_fp8 = tensor.dtype is DType.F8_E4M3 and not tensor.name.endswith(SCALE_ENDINGS)
+    return is_fp8 or mxfp4.are_bytes(tensor)
 
 
 def _add(search: Search, codes: StoredTensor) -> None:
+    if mxfp4.are_bytes(codes):
+        mxfp4.add_bytes(search, codes)
+        return
     name = codes.name
     module = name.removesuffix(".weight")
     if f"{module}.qscale_weight" in search.stored:
@@ -171,9 +202,10 @@ def _add(search: Search, codes: StoredTensor) -> None:
     if scales is None:
         return
     declared = search.declared_of(module)
-    key = codes.shape, scales.shape, declared.schemes
+    has_exponents = scales.dtype in EXPONENTS
+    key = codes.shape, scales.shape, has_exponents, declared.schemes
     if key not in search.memo:
-        search.memo[key] = _blocks_meant(codes.shape, scales.shape, declared)
+        search.memo[key] = _blocks_meant(codes.shape, scales.shape, declared, has_exponents=has_exponents)
     blocks: Blocks | str | None = search.memo[key]
     others = tuple(each for ending in INPUT_SCALES if (each := f"{module}{ending}") in search.stored)
     if blocks is None:
@@ -184,11 +216,15 @@ def _add(search: Search, codes: StoredTensor) -> None:
         search.add(name, codes, scales, others, (*blocks, codes.shape))
 
 
-def _blocks_meant(codes: tuple[int, ...], scales: tuple[int, ...], declared: Declared) -> Blocks | str | None:
+def _blocks_meant(
+    codes: tuple[int, ...], scales: tuple[int, ...], declared: Declared, *, has_exponents: bool
+) -> Blocks | str | None:
     """Format and blocks of FP8 with these shapes, or a phrase where unsupported; the config's go first."""
     schemes = (each.block for each in declared.schemes if each.format == FP8_BLOCK)
     named = tuple(dict.fromkeys(block for block in schemes if block)) or (USUAL_BLOCK,)
     grids = list(fp8_blocks(codes, scales, named)) if len(codes) > 1 else []
+    if has_exponents and (FP8_BLOCK, MXFP8.block) in grids:
+        grids.append((MXFP8, MXFP8.block))
     allowed = next((each for each in grids if declared.allows(*each, codes)), None)
     return allowed or _turned_fp8(codes, scales, named, declared) or next(iter(grids), None)
 
@@ -286,7 +322,7 @@ class Fp8(Codec):
 
 FP8 = QuantMethod(
     "fp8",
-    dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR), Fp8()),
+    {**dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8), Fp8()), mxfp4.MXFP4_BYTES: mxfp4.Mxfp4()},
     read_table=_read_table,
     are_codes=_are_codes,
     add=_add,

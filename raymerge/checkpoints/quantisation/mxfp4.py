@@ -1,7 +1,14 @@
 """MXFP4: e2m1 codes, of which 32 share a power of two (OCP Microscaling v1.0).
 
-gpt-oss's experts: ``Y_blocks`` U8 [..., rows, blocks, 16] with ``Y_scales`` U8. compressed-tensors'
-``mxfp4-pack-quantized`` (Kimi-K3) packs rows: ``MXFP4_ROWS``, under the same name in recipes."""
+The same codes are published in three layouts, under one name in recipes:
+
+================ ========================================== ======================================
+``MXFP4``        ``Y_blocks`` U8 [..., rows, blocks, 16]    ``Y_scales`` U8: gpt-oss's experts
+``MXFP4_ROWS``   ``X.weight_packed`` U8 [rows, columns/2]   ``X.weight_scale`` U8: Kimi-K3, by
+                                                            compressed-tensors
+``MXFP4_BYTES``  ``X.weight`` I8 [rows, columns/2]          ``X.scale`` F8_E8M0: DeepSeek-V4's experts
+================ ========================================== ======================================
+"""
 
 from __future__ import annotations
 
@@ -59,6 +66,14 @@ MXFP4 = Format(
 MXFP4_ROWS = replace(
     MXFP4, name="mxfp4_rows", parts={"codes": "_packed", "scales": "_scale"}, has_block_axis=False
 )
+MXFP4_BYTES = replace(
+    MXFP4,
+    name="mxfp4_bytes",
+    code_dtype=DType.I8,
+    usual_scale=DType.F8_E8M0,
+    parts={"codes": "", "scales": ".scale"},
+    has_block_axis=False,
+)
 
 _KEYS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
 
@@ -87,6 +102,25 @@ def _add(search: Search, codes: StoredTensor) -> None:
         return
     shape = (*codes.shape[:-2], codes.shape[-2] * 32)
     search.add(name, codes, scales, (), (MXFP4, (1, 32), shape))
+
+
+def are_bytes(tensor: StoredTensor) -> bool:
+    return tensor.dtype is DType.I8 and tensor.name.endswith(".weight")
+
+
+def add_bytes(search: Search, codes: StoredTensor) -> None:
+    """Add DeepSeek-V4's codes; other bytes without such scales are of a format that is not read."""
+    module = codes.name.removesuffix(".weight")
+    name = f"{module}.scale"
+    is_declared = any(each.format == MXFP4_BYTES and each.is_stated for each in search.declared.schemes)
+    scales = search.partner(codes, [name]) if is_declared or name in search.stored else None
+    if scales is None:
+        return
+    if len(codes.shape) < 2 or scales.shape != (*codes.shape[:-1], codes.shape[-1] // 16):
+        search.report_misfit(codes, scales)
+        return
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    search.add(codes.name, codes, scales, (), (MXFP4_BYTES, (1, 32), shape))
 
 
 def _codes_of(scale: StoredTensor) -> tuple[str, ...]:

@@ -1,11 +1,22 @@
-"""NVFP4: e2m1 codes, of which 16 share a float8 e4m3 scale, and all a divisor, ``weight_global_scale``.
+"""NVFP4: e2m1 codes, of which 16 share a float8 e4m3 scale, and all another one.
 
-Packed by compressed-tensors (``nvfp4-pack-quantized``)."""
+================== =================== ============================================= =====================
+``NVFP4``          ``X.weight_packed`` ``X.weight_global_scale`` [1], by which steps compressed-tensors:
+                                       are divided: 448 * 6 / largest                ``nvfp4-pack-quantized``
+``NVFP4_MODELOPT`` ``X.weight``        ``X.weight_scale_2`` [], a factor of steps:   ModelOpt
+                                       largest / (448 * 6)
+================== =================== ============================================= =====================
+"""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
@@ -17,6 +28,7 @@ from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, Reference
 from raymerge.checkpoints.quantisation.mxfp4 import E2M1_IN_LOOPS, E2M1_IN_TORCH, E2M1_NUMBERS, LARGEST_E2M1
 from raymerge.dtypes import DType
+from raymerge.storage.store import ReadStore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +44,41 @@ NVFP4 = Format(
     parts={"codes": "_packed", "scales": "_scale", "tensor_scale": "_global_scale"},
     tensor_scale="divisor",
 )
+NVFP4_MODELOPT = replace(
+    NVFP4,
+    name="nvfp4_modelopt",
+    word="ModelOpt nvfp4",
+    parts={"codes": "", "scales": "_scale", "tensor_scale": "_scale_2"},
+    tensor_scale="factor",
+)
+
+
+_MOST_READ = 64
+"""Scales of whole matrices that are read before a merge, each by a request of its own."""
+
+
+def read_tensor_scales(
+    store: ReadStore, tensors: Mapping[str, StoredTensor], readers: int
+) -> dict[str, float]:
+    """Some of the scales of whole matrices, of all parts of a checkpoint."""
+    endings = tuple(f".weight{form.parts['tensor_scale']}" for form in (NVFP4, NVFP4_MODELOPT))
+    scales = [each for name, each in tensors.items() if name.endswith(endings)]
+    scales = [each for each in scales if each.dtype is DType.F32 and each.num_elements == 1]
+    some = scales[:: -(-len(scales) // _MOST_READ) or 1]
+    with ThreadPoolExecutor(max_workers=readers) as pool:
+        stored = list(pool.map(lambda each: store.read(each.key, each.offset, each.nbytes), some))
+    return {each.name: struct.unpack("<f", raw)[0] for each, raw in zip(some, stored, strict=True)}
+
+
+def other_spelling(form: Format, scales: Sequence[float]) -> str | None:
+    """What scales of whole matrices look like, if most are what the other spelling has; else None.
+
+    A matrix whose largest number is 2688 or more is no weight that was trained."""
+    is_factor = form.tensor_scale == "factor"
+    are_other = [each >= 1 if is_factor else 0 < each < 1 for each in scales]
+    if sum(are_other) * 2 <= len(scales):
+        return None
+    return "divisors, as compressed-tensors stores them" if is_factor else "factors, as ModelOpt stores them"
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
@@ -51,52 +98,67 @@ _USUAL = _LARGEST_SCALE * LARGEST_E2M1 / 4
 
 
 class Nvfp4(Codec):
-    """NVFP4 as in compressed-tensors.
+    """NVFP4 in both spellings.
 
-    A step is the block's scale over the tensor's, rounded to float32; any tensor scale serves under which no
-    block's overflows or underflows. Servers fuse q, k and v, and gate and up, with one scale, so such
-    matrices get the same: the former one, the usual one, or a power of 16 times it if the largest needs it.
+    A step is the block's scale over, or times, the tensor's, rounded to float32; any tensor scale serves
+    under which no block's overflows or underflows. Servers fuse q, k and v, and gate and up, with one scale,
+    so such matrices get the same: the former one, the usual one, or a power of 16 times it if the largest
+    needs it.
     """
 
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
     in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS
 
-    def _fresh_for_tensor(self, _: QuantSpec, largest: Tensor) -> Tensor:
+    def _fresh_for_tensor(self, quant_spec: QuantSpec, largest: Tensor) -> Tensor:
         import torch
 
-        scale = _LARGEST_SCALE * LARGEST_E2M1 / largest.clamp(min=_LEAST)
-        return self._near(torch.full_like(largest, _USUAL), largest, scale)
+        reach, most = _LARGEST_SCALE * LARGEST_E2M1, largest.clamp(min=_LEAST)
+        is_factor = _is_factor(quant_spec)
+        scale = quotients(most, reach) if is_factor else reach / most
+        usual = torch.full_like(largest, 1 / _USUAL if is_factor else _USUAL)
+        return self._near(quant_spec, usual, largest, scale)
 
-    def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:
+    def _near(self, quant_spec: QuantSpec, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:
         import torch
 
-        share = _share(largest, had)
+        is_factor = _is_factor(quant_spec)
+        share = _share(largest, had, is_factor=is_factor)
         # The exponent of the next power of two, from its bits.
         above = (power_of_two_above(share).view(torch.int32) >> 23) - 127
         steps = torch.where(
             above > 0, (above + 3) // 4, torch.where(above <= _LEAST_ABOVE, (above + 7) // 4, 0)
         )
         # By its bits too: a power is rounded differently on each device.
-        factor = ((127 - 4 * steps).clamp(1, 254) << 23).view(torch.float32)
+        exponents = 4 * steps if is_factor else -4 * steps
+        factor = ((127 + exponents).clamp(1, 254) << 23).view(torch.float32)
         near = torch.where(largest == 0, had, had * factor)
-        serves = near.isfinite() & (near > 0) & (_share(largest, near) <= 1)
+        serves = near.isfinite() & (near > 0) & (_share(largest, near, is_factor=is_factor) <= 1)
         return torch.where(serves, near, fresh)
 
     def _steps(self, quant_spec: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         import torch
 
         assert tensor_scale is not None
-        # Divided by infinity all would be 0, and nobody would see that the file is damaged.
-        divisor = torch.where(tensor_scale.isfinite(), tensor_scale, torch.nan)
-        return super()._steps(quant_spec, scales, None) / divisor
+        # Divided by infinity or times 0 all would be 0, and nobody would see that the file is damaged.
+        is_usable = tensor_scale.isfinite() & (tensor_scale != 0)
+        scale = torch.where(is_usable, tensor_scale, torch.nan)
+        blocks = super()._steps(quant_spec, scales, None)
+        return blocks * scale if _is_factor(quant_spec) else blocks / scale
 
     def _fresh(
         self, quant_spec: QuantSpec, _: Tensor, largest: Tensor, tensor_scale: Tensor | None
     ) -> Tensor:
         assert tensor_scale is not None
-        return storable_scales(quant_spec.scale_dtype, quotients(largest, LARGEST_E2M1) * tensor_scale)
+        steps = quotients(largest, LARGEST_E2M1)
+        scales = steps / tensor_scale if _is_factor(quant_spec) else steps * tensor_scale
+        return storable_scales(quant_spec.scale_dtype, scales)
 
 
-def _share(largest: Tensor, scale: Tensor) -> Tensor:
+def _is_factor(quant_spec: QuantSpec) -> bool:
+    return quant_spec.format.tensor_scale == "factor"
+
+
+def _share(largest: Tensor, scale: Tensor, *, is_factor: bool) -> Tensor:
     """The fraction of the tensor scale's range that the largest magnitude takes."""
-    return quotients(largest * scale, _LARGEST_SCALE * _LARGEST_REACHED)
+    scaled = largest / scale if is_factor else largest * scale
+    return quotients(scaled, _LARGEST_SCALE * _LARGEST_REACHED)

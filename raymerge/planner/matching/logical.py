@@ -26,9 +26,8 @@ from raymerge.architectures.roles import (
 from raymerge.architectures.rules import LayoutKind, Role, Rules, first_int
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR, USUAL_BLOCK
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, USUAL_BLOCK
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, fused_views
 from raymerge.errors import Findings
@@ -219,6 +218,11 @@ class LogicalTensors:
         packed = self._packed.get(name)
         return None if packed is None else packed.quant_spec
 
+    @cached_property
+    def formats(self) -> tuple[Format, ...]:
+        """Those that tensors are stored in."""
+        return tuple(dict.fromkeys(each.quant_spec.format for each in self._packed.values()))
+
     def packed_like(self, name: str, form: Format) -> QuantisedWeight | None:
         """The first tensor in a format, preferring modules' weights if this is one; None for none."""
         key = form, name.endswith(_WEIGHT)
@@ -240,7 +244,7 @@ class LogicalTensors:
 
     def _scale_row_height(self, name: str, form: Format | None, columns: int) -> int:
         """Elements at whose multiples a matrix can be cut, as stored and in a format; 0 for none."""
-        if form in _SCALED_BY_MATRIX:
+        if form is not None and form.tensor_scale != "none":
             return 0
         quant_spec = self.quant_spec(name)
         own = 1 if quant_spec is None else quant_spec.scale_row_height * columns
@@ -327,7 +331,6 @@ def whole_place(tensor: StoredTensor) -> Place:
     return Place(tensor, 0, tensor.num_elements, tensor.shape, None)
 
 
-_SCALED_BY_MATRIX = frozenset({FP8_TENSOR, NVFP4})
 _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
     {"in_out": "out_in", "in_out_interleaved": "out_in_interleaved"}
 )

@@ -17,7 +17,6 @@ from raymerge.architectures.roles import joined_matrix, module_finder
 from raymerge.architectures.rules import Role, Rules, rules_of
 from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.source import as_numbers, in_natural_order
 from raymerge.documents.fields import did_you_mean
 from raymerge.errors import Findings, PlanError, Problem, UserError
@@ -28,7 +27,7 @@ from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_
 from raymerge.merge_plan.segments import cut_segments, place_ops, place_shards
 from raymerge.merge_plan.tables import make_tables
 from raymerge.methods import Method
-from raymerge.planner.config import plan_config, vocabulary_size, with_fields
+from raymerge.planner.config import beside_config, plan_config, vocabulary_size, with_fields
 from raymerge.planner.inputs.consistency import config_problems
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import Source, fingerprint, holdings, model_references
@@ -176,6 +175,7 @@ def _tabled(decided: Decided, version: str) -> Plan:
     outputs = stored_outputs(decided.outputs)
     donor = decided.sources[decided.donor]
     shards = place_shards(outputs, recipe.shard_size)
+    beside = beside_config(donor.checkpoint, decided.config)
     findings.extend(_disagreements(shards, decided.config, donor) if findings.is_empty else ())
     ops = place_ops(outputs, shards)
     tables, expressions, encodings = make_tables(
@@ -184,7 +184,7 @@ def _tabled(decided: Decided, version: str) -> Plan:
         ops,
         cut_segments(ops),
         stored_dispositions(decided.dispositions, decided.outputs),
-        decided.tokenizer.files,
+        {**decided.tokenizer.files, **beside.files},
     )
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -200,7 +200,7 @@ def _tabled(decided: Decided, version: str) -> Plan:
         "expressions": [expression_to_json(expression) for expression in expressions],
         "encodings": [encoding_to_json(encoding) for encoding in encodings],
         "config": dict(decided.config),
-        "left_out": list(decided.tokenizer.left_out),
+        "left_out": [*decided.tokenizer.left_out, *beside.left_out],
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
         "notes": [*recipe.notes, *decided.notes, *loader_notes(decided.outputs, rules_of(decided.config))],
     }
@@ -211,7 +211,11 @@ def _disagreements(
     shards: Sequence[tuple[str, FileLayout]], config: Mapping[str, Any], donor: Source
 ) -> Iterator[Problem]:
     tensors = in_natural_order(tensor for key, layout in shards for tensor in layout.stored(key))
-    yield from config_problems(replace(donor.checkpoint, config=config, tensors=tensors, shapes={}))
+    yield from config_problems(
+        replace(
+            donor.checkpoint, config=config, tensors=tensors, shapes={}, tensor_scales={}, hf_quant_config={}
+        )
+    )
 
 
 def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
@@ -233,10 +237,6 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     return tuple(converted)
 
 
-_SHARED = frozenset({NVFP4})
-"""Formats of which servers take one tensor scale for all that they join."""
-
-
 def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Rules) -> tuple[Output, ...]:
     """The outputs, with those that are to share a scale marked.
 
@@ -245,8 +245,10 @@ def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Ru
     groups: dict[str, list[str]] = {}
     for output in outputs.values():
         quant_spec = None if output.packed is None else output.packed.quant_spec
-        is_alone = quant_spec is not None and quant_spec.num_matrices == 1 and quant_spec.format in _SHARED
-        joined = joined_matrix(output.name, rules) if is_alone else None
+        is_alone = quant_spec is not None and quant_spec.num_matrices == 1
+        # Of two scales servers take one tensor's for all that they join.
+        is_shared = quant_spec is not None and quant_spec.format.has_two_scales
+        joined = joined_matrix(output.name, rules) if is_alone and is_shared else None
         if joined is not None:
             groups.setdefault(joined, []).append(output.name)
     changed = dict(outputs)

@@ -21,10 +21,8 @@ from raymerge.checkpoints.quantisation.encoding import (
     usual_quant_spec,
 )
 from raymerge.checkpoints.quantisation.formats import format_named
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
-from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
@@ -68,7 +66,6 @@ def output_dtype(asked: DType | None, tensor: StoredTensor, role: Role, main: DT
 
 _USUAL = frozenset({Role.ATTENTION, Role.MLP, Role.EXPERT, Role.SHARED_EXPERT})
 """Parts whose matrices publishers quantise; embeddings, heads, norms and routers stay plain."""
-_OF_MODULES = frozenset({FP8_CHANNEL, FP8_TENSOR, MXFP4_ROWS, INT4, NVFP4})
 _BY_OUTPUTS = frozenset({"out_in", "out_in_interleaved"})
 _GPT_OSS = "gpt_oss"
 _SAME, _PLAIN = "same", "bf16"
@@ -221,10 +218,13 @@ class OutFormats:
         return None
 
     def _format(self, choice: FormatChoice, source: int) -> Format:
+        """The format of a name in recipes, in the layout that the source has it in."""
         form = format_named(choice.value)
-        if form == MXFP4 and not self._is_gpt_oss(choice, source):
-            return MXFP4_ROWS
-        return form
+        if self._is_gpt_oss(choice, source):
+            return form
+        stored = self._logical[source].formats
+        alike = [each for each in stored if each.recipe_name == form.name and each != MXFP4]
+        return next(iter(alike), MXFP4_ROWS if form == MXFP4 else form)
 
     def _fault(self, form: Format, lead: StoredTensor, source: int) -> str | None:
         if form == MXFP4 and not self._logical[source].is_turned(lead.name, MXFP4):
@@ -232,8 +232,8 @@ class OutFormats:
         if self._logical[source].infos[lead.name].part is Role.EMBEDDING:
             return "loaders take codes for the weights of linear layers alone, and embeddings are none"
         is_of_module = lead.name.endswith(_WEIGHT) and len(lead.shape) == 2
-        if form in _OF_MODULES and not is_of_module:
-            return "compressed-tensors packs the weight of one module, a matrix, and no stack of them"
+        if form not in (FP8_BLOCK, MXFP4) and not is_of_module:
+            return "loaders take it for the weight of one module, a matrix, and no stack of them"
         if form == FP8_BLOCK and not is_of_module and len(lead.shape) > 1:
             return self._wrong_stack(lead, source)
         return None

@@ -61,8 +61,8 @@ def fresh_parts(
     names = quant_spec.format.part_names(output) if like is None else _names_like(like, output)
     dtype = stored[like.shape_tensor].dtype if like is not None and like.shape_tensor else _SHAPE_DTYPE
     shape = (shape_tensor(names.shape, dtype, quant_spec),) if names.shape else ()
-    one = quant_spec.tensor_scale_dtype
-    of_all = None if one is None else TensorSpec(names.tensor_scale, one, (1,))
+    one, size = quant_spec.tensor_scale_dtype, quant_spec.format.tensor_scale_shape
+    of_all = None if one is None else TensorSpec(names.tensor_scale, one, size)
     return QuantisedOutput(quant_spec, names.codes, names.scales, shape, of_all)
 
 

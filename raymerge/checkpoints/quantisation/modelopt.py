@@ -1,0 +1,278 @@
+"""ModelOpt, NVIDIA's quantiser: its tables, and the layouts that are its own.
+
+================ ================================== =====================================================
+codes            scales                             further
+================ ================================== =====================================================
+``X.weight`` U8  ``X.weight_scale`` F8_E4M3         ``X.weight_scale_2``, ``X.input_scale``
+                 [rows, columns / 16]
+``X.weight`` F8  ``X.weight_scale`` F32 []          ``X.input_scale``: found in ``fp8``
+``X.weight`` F8  ``X.weight_scale`` or              MXFP8, found in ``fp8``
+                 ``X.weight_scale_inv`` U8
+                 [rows, columns / 32]
+================ ================================== =====================================================
+
+``quantization_config`` has the algorithm, and modules that are plain as globs. Before ModelOpt 0.41 it stood
+in ``hf_quant_config.json``, which newer checkpoints have beside it. With MIXED_PRECISION each module is
+listed with its algorithm; NVIDIA lists modules so in tables of ``quant_method: fp8`` too (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.config import (
+    Declared,
+    Group,
+    Modules,
+    Scheme,
+    brief,
+    glob_modules,
+    names_in,
+    unknown_fields,
+)
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, QuantMethod, Search
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
+from raymerge.checkpoints.quantisation.fp8 import FP8_CHANNEL, FP8_TENSOR, MXFP8
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4_MODELOPT, Nvfp4
+from raymerge.dtypes import DType
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+_NAME, _MIXED = "modelopt", "MIXED_PRECISION"
+_GLOBS = ("ignore", "exclude_modules", "modules_to_not_convert")
+
+
+class _Algorithm(NamedTuple):
+    format: Format
+    scales_inputs: bool
+    """Whether modules have a stored scale of their inputs."""
+
+
+_ALGORITHMS: Mapping[str, _Algorithm] = MappingProxyType(
+    {
+        "FP8": _Algorithm(FP8_TENSOR, scales_inputs=True),
+        "FP8_PER_CHANNEL_PER_TOKEN": _Algorithm(FP8_CHANNEL, scales_inputs=False),
+        "MXFP8": _Algorithm(MXFP8, scales_inputs=False),
+        "NVFP4": _Algorithm(NVFP4_MODELOPT, scales_inputs=True),
+        "W4A16_NVFP4": _Algorithm(NVFP4_MODELOPT, scales_inputs=False),
+    }
+)
+_FRESH: Mapping[Format, str] = MappingProxyType({MXFP8: "MXFP8", NVFP4_MODELOPT: "W4A16_NVFP4"})
+"""Algorithms of what is made of plain numbers, which tell nothing of scales of inputs."""
+_KEYS = frozenset(
+    [
+        *("quant_method", "quant_algo", "group_size", "config_groups", "quantized_layers", "producer"),
+        *("kv_cache_scheme", "kv_cache_quant_algo", "has_zero_point", *_GLOBS),
+    ]
+)
+_FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "w13": ("w1", "w3"),
+        "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    }
+)
+"""What servers call modules that they fuse, by which a table may list them, and what is fused in them."""
+
+
+# The config's table
+
+
+def as_table(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What an ``hf_quant_config.json`` says, as a ``quantization_config``; {} where it says nothing."""
+    quantization = content.get("quantization")
+    if not isinstance(quantization, Mapping) or not quantization.get("quant_algo"):
+        return {}
+    producer = {"producer": content["producer"]} if content.get("producer") else {}
+    return {**quantization, **producer, "quant_method": _NAME}
+
+
+def as_hf_quant_config(table: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ``hf_quant_config.json`` for a table; None where the table is not ModelOpt's."""
+    if not is_table(table):
+        return None
+    layers = {"quantized_layers": table["quantized_layers"]} if table.get("quantized_layers") else {}
+    size = {"group_size": table["group_size"]} if table.get("group_size") else _group_size(table)
+    quantization = {
+        "quant_algo": table.get("quant_algo"),
+        "kv_cache_quant_algo": table.get("kv_cache_quant_algo") or _cache_algorithm(table),
+        **size,
+        "exclude_modules": list(names_in(table, *_GLOBS)),
+        **layers,
+    }
+    return {**before, "quantization": quantization}
+
+
+def is_table(table: Mapping[str, Any]) -> bool:
+    return str(table.get("quant_method") or "").partition("_")[0] == _NAME
+
+
+def _group_size(table: Mapping[str, Any]) -> dict[str, int]:
+    algorithm = _ALGORITHMS.get(str(table.get("quant_algo")))
+    block = (0, 0) if algorithm is None else algorithm.format.block
+    return {"group_size": block[1]} if block[1] > 0 else {}
+
+
+def _cache_algorithm(table: Mapping[str, Any]) -> str | None:
+    scheme = table.get("kv_cache_scheme")
+    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return "FP8" if is_fp8 else None
+
+
+def contradiction(table: Mapping[str, Any], content: Mapping[str, Any]) -> str | None:
+    """How a table and an ``hf_quant_config.json`` differ, as the end of a sentence that begins with the name
+    of the file; None where they agree, or where the table is not ModelOpt's."""
+    beside = as_table(content)
+    if not beside or not is_table(table) or not table.get("quant_algo"):
+        return None
+    if str(beside["quant_algo"]) != str(table["quant_algo"]):
+        return f"says quant_algo {brief(beside['quant_algo'])}, and config.json {brief(table['quant_algo'])}"
+    layers = (each.get("quantized_layers") or {} for each in (beside, table))
+    if len({_listed(each) for each in layers}) > 1:
+        return "has other quantized_layers than config.json"
+    return None
+
+
+def _listed(layers: Any) -> frozenset[tuple[str, str]]:
+    listed = layers.items() if isinstance(layers, Mapping) else ()
+    return frozenset((str(path), _algorithm_in(layer)) for path, layer in listed)
+
+
+def _read_table(table: Mapping[str, Any]) -> Declared:
+    plain, wrong = glob_modules(names_in(table, *_GLOBS))
+    algorithm = str(table.get("quant_algo") or "")
+    if not algorithm:
+        wrong = (*wrong, "names no quant_algo")
+    declared = Declared(_NAME, plain=plain, wrong=(*wrong, *unknown_fields(table, _KEYS)))
+    if algorithm == _MIXED:
+        return with_layers(declared, table)
+    if algorithm and algorithm not in _ALGORITHMS:
+        return Declared(f"{_NAME} {brief(algorithm)}", is_read=False)
+    return _says(declared, [algorithm] if algorithm else [])
+
+
+def with_layers(declared: Declared, table: Mapping[str, Any]) -> Declared:
+    """What a table says that also lists modules with their algorithms, or has one for all experts."""
+    layers = table.get("quantized_layers") or {}
+    if not isinstance(layers, Mapping):
+        return replace(declared, wrong=(*declared.wrong, f"gives quantized_layers as {brief(layers)}"))
+    paths: dict[str, list[str]] = {}
+    for path, layer in layers.items():
+        paths.setdefault(_algorithm_in(layer), []).append(str(path))
+    bare = Declared(declared.method, plain=declared.plain)
+    groups = [
+        Group(_modules(own), False, replace(_says(bare, [name]), is_read=name in _ALGORITHMS))
+        for name, own in paths.items()
+    ]
+    rest = [Group(Modules(), True, declared)] if declared.schemes and groups else []
+    named = [*paths, *filter(None, [str(table.get("moe_quant_algo") or "")])]
+    whole = _says(declared, named)
+    inputs = declared.scales_inputs or (whole.scales_inputs and not declared.schemes)
+    return replace(whole, groups=(*groups, *rest), scales_inputs=inputs)
+
+
+def _algorithm_in(layer: Any) -> str:
+    return str(layer.get("quant_algo") if isinstance(layer, Mapping) else layer)
+
+
+def _says(declared: Declared, algorithms: Sequence[str]) -> Declared:
+    """What is declared, and weights by these algorithms beside it."""
+    read = [_ALGORITHMS[name] for name in algorithms if name in _ALGORITHMS]
+    schemes = (*declared.schemes, *(Scheme(each.format, None) for each in read))
+    others = (*declared.others, *(brief(name) for name in algorithms if name not in _ALGORITHMS))
+    return replace(
+        declared,
+        schemes=tuple(dict.fromkeys(schemes)),
+        others=others,
+        scales_inputs=declared.scales_inputs or any(each.scales_inputs for each in read),
+    )
+
+
+def _modules(paths: Sequence[str]) -> Modules:
+    """Modules of these paths, what is fused in them, and what is below them."""
+    unfused = (
+        f"{parent}{dot}{word}"
+        for parent, dot, last in (path.rpartition(".") for path in paths)
+        for word in _FUSED.get(last, ())
+    )
+    return Modules(exact=frozenset((*paths, *unfused)), parts=frozenset(paths))
+
+
+def fresh_table(
+    quant_specs: Mapping[str, QuantSpec], plain: Sequence[str], cache: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """The table for modules that are stored so; None where ModelOpt has none for what tells nothing of
+    inputs."""
+    algorithms = {module: _FRESH.get(each.format) for module, each in quant_specs.items()}
+    if None in algorithms.values():
+        return None
+    named, sizes = set(algorithms.values()), {module: each.block[1] for module, each in quant_specs.items()}
+    listed = {"ignore": list(plain), "kv_cache_scheme": None if cache is None else dict(cache)}
+    if len(named) == 1:
+        size = next(iter(sizes.values()))
+        return {"group_size": size, **listed, "quant_algo": named.pop(), "quant_method": _NAME}
+    layers = {name: {"quant_algo": each, "group_size": sizes[name]} for name, each in algorithms.items()}
+    return {**listed, "quant_algo": _MIXED, "quant_method": _NAME, "quantized_layers": layers}
+
+
+def without_layers(table: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
+    """The table without modules that became plain in its list of algorithms."""
+    layers = table.get("quantized_layers")
+    if not isinstance(layers, Mapping):
+        return dict(table)
+    gone = frozenset(modules)
+    return {**table, "quantized_layers": {path: each for path, each in layers.items() if path not in gone}}
+
+
+# Detection
+
+
+def _are_codes(tensor: StoredTensor) -> bool:
+    return tensor.dtype is DType.U8 and tensor.name.endswith(".weight")
+
+
+def _add(search: Search, codes: StoredTensor) -> None:
+    """Add NVFP4; other bytes without its scales are of a format that is not read."""
+    name, module = codes.name, codes.name.removesuffix(".weight")
+    whole = f"{name}_scale_2"
+    is_declared = any(each.format == NVFP4_MODELOPT for each in search.declared_of(module).schemes)
+    if whole not in search.stored and not is_declared:
+        return
+    others = [whole, *(each for each in _beside(module) if each in search.stored)]
+    scales = search.partner(codes, [f"{name}_scale"])
+    if scales is None:
+        return
+    if f"{module}.pre_quant_scale" in search.stored:
+        search.refuse([name, scales.name, *others], "NVFP4 of inputs that are scaled first (pre_quant_scale)")
+        return
+    columns = codes.shape[-1] * 2 if codes.shape else 0
+    if len(codes.shape) < 2 or scales.shape != (*codes.shape[:-1], -(-columns // 16)):
+        search.report_misfit(codes, scales)
+        return
+    if search.partner(codes, [whole]) is None:
+        return
+    search.add(name, codes, scales, tuple(others), (NVFP4_MODELOPT, (1, 16), (*codes.shape[:-1], columns)))
+
+
+def _beside(module: str) -> Iterator[str]:
+    yield from (f"{module}{ending}" for ending in (*INPUT_SCALES, ".pre_quant_scale"))
+
+
+def _codes_of(scale: StoredTensor) -> tuple[str, ...]:
+    return (scale.name.removesuffix("_scale_2"),) if scale.name.endswith(".weight_scale_2") else ()
+
+
+MODELOPT = QuantMethod(
+    _NAME,
+    {NVFP4_MODELOPT: Nvfp4()},
+    read_table=_read_table,
+    are_codes=_are_codes,
+    add=_add,
+    codes_of=_codes_of,
+)
