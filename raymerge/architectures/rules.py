@@ -161,6 +161,8 @@ class Rules:
     is_out_in: bool
     plain: re.Pattern[str]
     """Of tensors that are not quantised with others of their role."""
+    has_byte_experts: bool
+    """Whether MXFP4 is for experts alone, in bytes of rows."""
     joined: Mapping[str, str]
     sizes: Mapping[str, tuple[str, ...]]
     """Fields for ``hidden``, ``expert_rows``, ``num_experts`` and ``chosen_experts``, dotted, best first."""
@@ -201,6 +203,7 @@ def load_rules(model_type: str | None) -> Rules:
         },
         fused={**fused["layouts"], **family.get("fused", {}).get("layouts", {})},
         is_out_in=_plain(model_type) in fused["out_in"],
+        has_byte_experts=_plain(model_type) in general["quantised"]["mxfp4_bytes"],
         plain=_any([*general["quantised"]["plain"], *family.get("quantised", {}).get("plain", ())]),
         joined={word: "+".join(words) for words in general["joined"]["modules"] for word in words},
         sizes={kind: tuple(keys) for kind, keys in general["sizes"].items()},

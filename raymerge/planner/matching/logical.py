@@ -189,6 +189,10 @@ class LogicalTensors:
         differs = form is not own and self.is_turned(name, form) != self.is_turned(name, own)
         return _swapped(shape) if differs else shape
 
+    @property
+    def has_byte_experts(self) -> bool:
+        return self._source.rules.has_byte_experts
+
     def is_left_plain(self, name: str) -> bool:
         """Whether publishers do not quantise a tensor, though they do so with others of its role."""
         return bool(self._source.rules.plain.search(name))

@@ -22,7 +22,7 @@ from raymerge.checkpoints.quantisation.encoding import (
 )
 from raymerge.checkpoints.quantisation.formats import format_named
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
@@ -170,6 +170,8 @@ class OutFormats:
         info = self._logical[source].infos[lead.name]
         if not self._is_multiplied(info, lead, source) or self._logical[source].is_left_plain(lead.name):
             return False
+        if choice.value == MXFP4.name and self._logical[source].has_byte_experts:
+            return info.part is Role.EXPERT
         if selector is not None and selector.roles:
             return info.part in _USUAL or info.part in selector.roles
         if info.part not in _USUAL or info.role is Role.VISION:
@@ -224,12 +226,16 @@ class OutFormats:
             return form
         stored = self._logical[source].formats
         alike = [each for each in stored if each.recipe_name == form.name and each != MXFP4]
-        return next(iter(alike), MXFP4_ROWS if form == MXFP4 else form)
+        fresh = MXFP4_BYTES if self._logical[source].has_byte_experts else MXFP4_ROWS
+        return next(iter(alike), fresh if form == MXFP4 else form)
 
     def _fault(self, form: Format, lead: StoredTensor, source: int) -> str | None:
         if form == MXFP4 and not self._logical[source].is_turned(lead.name, MXFP4):
             return "gpt-oss has its experts in it and nothing else"
-        if self._logical[source].infos[lead.name].part is Role.EMBEDDING:
+        part = self._logical[source].infos[lead.name].part
+        if form == MXFP4_BYTES and part is not Role.EXPERT:
+            return f"a {self._logical[source].model_type} has its experts in it and nothing else"
+        if part is Role.EMBEDDING:
             return "loaders take codes for the weights of linear layers alone, and embeddings are none"
         is_of_module = lead.name.endswith(_WEIGHT) and len(lead.shape) == 2
         if form not in (FP8_BLOCK, MXFP4) and not is_of_module:
