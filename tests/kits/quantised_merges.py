@@ -54,7 +54,8 @@ def read_numbers(root: Path) -> dict[str, Numbers]:
     stored = read_tensors(root)
     found: dict[str, Numbers] = {}
     for name, tensor in stored.items():
-        if name.endswith(("_scale", "_scale_inv", "_scales", "_scale_2", ".scale", ".weight_shape")):
+        is_scale = name.endswith(("_scale", "_scale_inv", "_scales", "_scale_2", ".scale"))
+        if (is_scale and "hc_" not in name) or name.endswith((".weight_shape", ".tid2eid")):
             continue
         module = name.removesuffix(".weight")
         if name.endswith("_blocks"):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, write_json
 from kits.deepseek_headers import KIMI_TABLE, deepseek_shapes, is_fp8
+from kits.deepseek_v4_headers import SMALL_CONFIG, Experts, is_float32, scale_name, v4_shapes, with_experts
+from kits.deepseek_v4_headers import is_fp8 as is_coded
 from kits.fused_headers import gpt_oss_shapes
 from kits.quantised_numbers import (
     Coded,
@@ -79,6 +81,20 @@ def kimi_k2_thinking(root: Path, seed: int) -> QuantisedModel:
     return model.write(root, config)
 
 
+def deepseek_v4(root: Path, seed: int, *, experts: Experts = "fp4") -> QuantisedModel:
+    model = _Made(seed)
+    for name, shape in v4_shapes(SMALL_CONFIG):
+        if name.endswith("tid2eid"):
+            model.tensors[name] = torch.arange(shape[0] * shape[1]).view(shape).int() % _EXPERTS
+        elif not is_coded(name):
+            model.plain(name, shape, torch.float32 if is_float32(name) else torch.bfloat16)
+        elif ".experts." in name and experts == "fp4":
+            model.code(name, shape, _in_bytes, name, scale_name(name))
+        else:
+            model.code(name, shape, lambda values: fp8_blocks(values, "F8_E8M0"), name, scale_name(name))
+    return model.write(root, with_experts(SMALL_CONFIG, experts))
+
+
 def gpt_oss(root: Path, seed: int) -> QuantisedModel:
     config = _gpt_oss_config()
     model = _Made(seed)
@@ -134,9 +150,10 @@ class _Made:
         self._values[name] = coded.values
         self._quantised.add(name)
 
-    def plain(self, name: str, shape: tuple[int, ...]) -> None:
-        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
-        self.tensors[name], self._values[name] = plain(parent_numbers(name, shape, self._seed), dtype)
+    def plain(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        usual = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        values = parent_numbers(name, shape, self._seed)
+        self.tensors[name], self._values[name] = plain(values, dtype or usual)
 
     def write(self, root: Path, config: Mapping[str, Any]) -> QuantisedModel:
         root.mkdir(parents=True, exist_ok=True)
@@ -144,7 +161,7 @@ class _Made:
         names = sorted(self.tensors, key=natural_key)
         for place, name in enumerate(names):
             # Runs of neighbours, but for every third scale, which lies in the last file.
-            apart = place % 3 == 0 and name.endswith(("_scale_inv", "_scale", "_scales"))
+            apart = place % 3 == 0 and name.endswith(("_scale_inv", "_scale", "_scales", ".scale"))
             number = 3 if apart else place * 4 // len(names)
             weight_map[name] = f"model-{number + 1:05d}-of-000004.safetensors"
         for file in sorted(set(weight_map.values())):
