@@ -239,11 +239,23 @@ def _block(path: Sequence[str], rules: Rules) -> str | None:
     return ".".join(path[:place]) if place is not None else None
 
 
-def joined_matrix(name: str, rules: Rules) -> str | None:
-    """The matrix into which servers fuse a module, the same for q, k and v or gate and up; else None."""
+class JoinedMatrix(NamedTuple):
+    """A matrix that servers make of several: q, k and v of an attention, or gate and up of an expert."""
+
+    module: str
+    words: tuple[str, ...]
+    """Of those that may be its parts, in order."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(f"{self.module}.{word}" for word in self.words)
+
+
+def joined_matrix(name: str, rules: Rules) -> JoinedMatrix | None:
+    """The matrix into which servers join a module's ``weight``; None for none."""
     parent, _, word = name.removesuffix(".weight").rpartition(".")
-    joined = rules.joined.get(word)
-    return f"{parent}.{joined}" if joined is not None and name.endswith(".weight") else None
+    words = rules.joined.get(word)
+    return JoinedMatrix(parent, words) if words is not None and name.endswith(".weight") else None
 
 
 DEFAULT = "default"

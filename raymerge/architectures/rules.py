@@ -163,7 +163,8 @@ class Rules:
     """Of tensors that are not quantised with others of their role."""
     has_byte_experts: bool
     """Whether MXFP4 is for experts alone, in bytes of rows."""
-    joined: Mapping[str, str]
+    joined: Mapping[str, tuple[str, ...]]
+    """By a module's word all words of those that servers join it with, in their order there."""
     sizes: Mapping[str, tuple[str, ...]]
     """Fields for ``hidden``, ``expert_rows``, ``num_experts`` and ``chosen_experts``, dotted, best first."""
     renames: tuple[tuple[re.Pattern[str], str], ...]
@@ -205,7 +206,12 @@ def load_rules(model_type: str | None) -> Rules:
         is_out_in=_plain(model_type) in fused["out_in"],
         has_byte_experts=_plain(model_type) in general["quantised"]["mxfp4_bytes"],
         plain=_any([*general["quantised"]["plain"], *family.get("quantised", {}).get("plain", ())]),
-        joined={word: "+".join(words) for words in general["joined"]["modules"] for word in words},
+        joined={
+            word: tuple(words)
+            for table in (general, family)
+            for words in table.get("joined", {}).get("modules", ())
+            for word in words
+        },
         sizes={kind: tuple(keys) for kind, keys in general["sizes"].items()},
         renames=tuple(
             (re.compile(pattern), replacement)

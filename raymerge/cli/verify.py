@@ -113,7 +113,7 @@ def _structure(place: str, out: Output) -> int:
     plan = ", as its plan says" if verdict.against_plan else "; it keeps no plan to compare with"
     size = f"{counted(verdict.tensors, 'tensor')}, {format_size(verdict.nbytes)}"
     good = ("is ", _SOUND, f": {size} in {counted(verdict.files, 'file')}{plan}.")
-    return _show(out, verdict, verdict.path, good, ("is ", _NOT_SOUND))
+    return _show(out, verdict, verdict.path, good, ("is ", _NOT_SOUND), verdict.notes)
 
 
 def _load(place: str, memory: int | None, scratch: str | None, out: Output, *, trust: bool) -> int:

@@ -79,11 +79,12 @@ def shared_scale(op: OpJob, seen: Sequence[Observed]) -> TensorScale:
     """The one scale of a matrix, which all that servers join it with have too.
 
     A source's is kept if, with its scales of blocks, every number of every one of the matrices is exactly a
-    code times its scales: what was decoded and not changed then becomes the bytes that it came from."""
-    own = seen[0]
-    if own.had is not None and all(each.fits and each.had == own.had for each in seen):
+    code times its scales: what was decoded and not changed then becomes the bytes that it came from. Of a
+    format without scales of blocks, which servers encode anew, these may be several."""
+    own, encode = seen[0], op.encoding
+    may_differ = encode.format.tensor_scale == "only"
+    if own.had is not None and all(each.fits and (may_differ or each.had == own.had) for each in seen):
         return TensorScale(own.had, is_kept=True)
-    encode = op.encoding
     quant_spec = encode.quant_spec((encode.scale_row_height, op.parts[0].columns))
     largest = torch.stack([each.largest for each in seen]).amax()
     held = [each.had for each in seen if each.had is not None]

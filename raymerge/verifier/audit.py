@@ -395,7 +395,9 @@ class StoredPart:
         if read.scales is not None:
             codes = Coded(read, read.scales, reader)
             self.held, self.block_width = 3 * self.held, codes.width
-            self._blocks = Blocks(codes, is_joined=bool(op.joined_with))
+            others = (as_input(other, None) for other in op.joined_with)
+            joined = [Coded(each, each.scales, reader) for each in others if each.scales is not None]
+            self._blocks = Blocks(codes, joined)
             self._offset = stored_offset(read, first)
             self._steps = logical(codes.steps, read, first)
             self._are_filled = logical(self._blocks.are_filled, read, first)

@@ -89,9 +89,9 @@ class Coded:
 class Blocks:
     """How far the codes of each block reach, and where the farthest is."""
 
-    def __init__(self, codes: Coded, *, is_joined: bool) -> None:
-        """``is_joined``: whether other matrices share the one scale."""
-        self._codes, self._is_joined = codes, is_joined
+    def __init__(self, codes: Coded, joined: Sequence[Coded] = ()) -> None:
+        """``joined``: other matrices that share the one scale."""
+        self._codes, self._joined = codes, joined
         self._unit = codes.encoding.scale_row_height * codes.columns
         self._scale_row: tuple[int, NDArray[np.float32]] = -1, np.empty(0, np.float32)
 
@@ -101,11 +101,11 @@ class Blocks:
         if encoding.format.tensor_scale == "only":
             assert encoding.tensor_scale_dtype is not None
             whole = numeric.scale_numbers(encoding.tensor_scale_dtype, self._codes.tensor_scale)[:1]
-            return np.asarray(self._farthest[0] >= numeric.least_peaks(encoding, whole))
+            return np.asarray(self._farthest_joined >= numeric.least_peaks(encoding, whole))
         first = scale_row * self._unit
         stored = self._codes.scales(first, min(self._unit, self._codes.total - first))
         least = numeric.least_peaks(encoding, numeric.scale_numbers(encoding.scale_dtype, stored))
-        if encoding.format.has_two_scales and not self._is_joined and self._largest_scale < 1:
+        if encoding.format.has_two_scales and not self._joined and self._largest_scale < 1:
             # The matrix's scale is such that blocks have scales of 2 and more: the smallest of all stands for
             # smaller ones only where there are such.
             least = np.maximum(least, 4.0)
@@ -163,6 +163,13 @@ class Blocks:
             if not float(sizes[place]) <= farthest[0]:
                 farthest = float(sizes[place]), begin + place
         return farthest
+
+    @cached_property
+    def _farthest_joined(self) -> float:
+        """The largest magnitude of all matrices that have this one scale."""
+        whole = self._codes.tensor_scale
+        alike = (each for each in self._joined if np.array_equal(each.tensor_scale, whole))
+        return max([self._farthest[0], *(Blocks(each)._farthest[0] for each in alike)])
 
     @cached_property
     def _largest_scale(self) -> float:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import xxhash
 
+from raymerge.architectures.rules import rules_of
 from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD, RECORD_DIRECTORY, holds_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
+from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.tables import Plan, index_bytes, load_plan
+from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.consistency import config_problems
+from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text
 from raymerge.planner.inputs.sources import collector_paused
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.file_rules import EXPORT, HIDDEN
@@ -39,6 +43,8 @@ class Verdict:
     problems: tuple[Problem, ...]
     are_tensors_sound: bool
     """Whether tensors, config and index are sound, whatever other files are."""
+    notes: tuple[str, ...] = ()
+    """What is no fault of the checkpoint's, and its user should know."""
 
     def require(self) -> Verdict:
         if self.problems:
@@ -56,9 +62,10 @@ def verify_structure(place: Path | str) -> Verdict:
         with open_store(root) as store:
             files = {info.key: info for info in store.files()}
         plan = _recorded_plan(root, files)
+        misread_problems, notes = _misread(checkpoint, plan)
     except UserError as error:
         return Verdict(name, 0, 0, 0, False, error.problems, are_tensors_sound=False)
-    problems = list(config_problems(checkpoint))
+    problems = [*config_problems(checkpoint), *misread_problems]
     num_files = len(checkpoint.files)
     if INDEX_FILE not in files and num_files > 1:
         # A complete set of files can be read without an index, but loaders want one.
@@ -81,7 +88,26 @@ def verify_structure(place: Path | str) -> Verdict:
         against_plan=plan is not None,
         problems=(*problems, *beside),
         are_tensors_sound=not problems,
+        notes=notes,
     )
+
+
+def _misread(checkpoint: Checkpoint, plan: Plan | None) -> tuple[Sequence[Problem], tuple[str, ...]]:
+    """What servers read otherwise than it is, since they take one scale for several matrices: problems, and
+    notes where a merge copied all of it unchanged. Raises CheckpointError: a scale cannot be read."""
+    matrices = joined_scales(checkpoint.tensors, rules_of(checkpoint.config))
+    with open_store(checkpoint.root) as store:
+        found = list(misread(store, matrices))
+    lines = () if plan is None or not found else tensor_lines(plan)
+    copied = frozenset(line.name for line in lines if line.disposition == Use.COPIED)
+    kept = [each for each in found if copied.issuperset(each)]
+    made = [each for each in found if not copied.issuperset(each)]
+    remedy = (
+        "Merge the model with itself (linear, with the model named twice), which gives one scale to what is "
+        "joined, or serve it where each matrix keeps its own."
+    )
+    problems = [Problem(checkpoint.name, f"{misread_text(made)}.", remedy)] if made else []
+    return problems, (f"{misread_text(kept)}, as in the model that they come from",) if kept else ()
 
 
 def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:

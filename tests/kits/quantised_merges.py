@@ -63,7 +63,8 @@ def read_numbers(root: Path) -> dict[str, Numbers]:
             found[module] = _mxfp4(tensor, stored[f"{module}_scales"])
         elif name.endswith(".weight_packed"):
             module = name.removesuffix("_packed")
-            found[module] = _packed(tensor, stored[f"{module}_scale"], stored.get(f"{module}_global_scale"))
+            scales, whole = stored[f"{module}_scale"], stored.get(f"{module}_global_scale")
+            found[module] = packed_numbers(tensor, scales, whole)
         elif tensor.dtype is torch.int8:
             found[name] = _mxfp4(
                 tensor.view(torch.uint8).view(len(tensor), -1, 16), stored[f"{module}.scale"]
@@ -204,7 +205,7 @@ def _e4m3(codes: torch.Tensor, spread: Values) -> Numbers:
     return Numbers(e4m3_values()[number] * spread, spacing * spread, 448 * spread)
 
 
-def _packed(codes: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor | None) -> Numbers:
+def packed_numbers(codes: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor | None) -> Numbers:
     if codes.dtype is torch.int32:
         return _int4(codes, scales)
     if whole is None:

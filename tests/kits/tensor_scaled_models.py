@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,29 @@ def modelopt_llama(root: Path, seed: int, algorithm: str, *, is_legacy: bool = F
     )
 
 
+def nvfp4_mixture(
+    root: Path, seed: int, *, words: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> QuantisedModel:
+    """Experts that are stored one by one, and attention with latent inputs; what is joined has one scale."""
+    block, attention = "model.layers.0.mlp", "model.layers.0.self_attn"
+    sizes = zip(words, ((_WIDTH, _HIDDEN), (_WIDTH, _HIDDEN), (_HIDDEN, _WIDTH)), strict=True)
+    shapes = {
+        "model.embed_tokens.weight": (16, _HIDDEN),
+        f"{attention}.q_a_proj.weight": (16, _HIDDEN),
+        f"{attention}.kv_a_proj_with_mqa.weight": (24, _HIDDEN),
+        f"{block}.gate.weight": (2, _HIDDEN),
+        **{f"{block}.experts.{e}.{word}.weight": size for word, size in sizes for e in range(2)},
+        "model.norm.weight": (_HIDDEN,),
+    }
+    config = llama_config(layers=1, hidden=_HIDDEN, vocab=16, tie=True) | {
+        "model_type": "mixtral",
+        "num_local_experts": 2,
+    }
+    table = _table("nvfp4-pack-quantized")
+    is_code = lambda name: ".experts." in name or "_a_proj" in name  # noqa: E731
+    return _written(root, seed, {**config, "quantization_config": table}, shapes, is_code, _as_joined_nvfp4)
+
+
 def fp8_mixture(root: Path, seed: int) -> QuantisedModel:
     block = "model.layers.0.mlp"
     shapes = {
@@ -89,14 +112,7 @@ def _llama(
     stored: Callable[[str, Values], tuple[Coded, Parts]],
     shapes: Shapes | None,
 ) -> QuantisedModel:
-    group = {"targets": ["Linear"], "weights": dict(_WEIGHTS[form])}
-    table = {
-        "config_groups": {"group_0": group},
-        "format": form,
-        "ignore": ["lm_head"],
-        "quant_method": "compressed-tensors",
-    }
-    config = llama_config(layers=1, hidden=64)
+    table, config = _table(form), llama_config(layers=1, hidden=64)
     return _written(
         root,
         seed,
@@ -105,6 +121,16 @@ def _llama(
         lambda name: name.endswith("_proj.weight"),
         stored,
     )
+
+
+def _table(form: str) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": dict(_WEIGHTS[form])}
+    return {
+        "config_groups": {"group_0": group},
+        "format": form,
+        "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+    }
 
 
 def _written(
@@ -146,6 +172,14 @@ def _nvfp4(name: str, values: Values, *, is_factor: bool) -> tuple[Coded, torch.
     coded = nvfp4(values, largest, is_factor=is_factor)
     assert coded.whole is not None
     return coded, coded.whole
+
+
+def _as_joined_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
+    coded = nvfp4(values, _JOINED_LARGEST)
+    assert coded.whole is not None
+    parts = {"weight_packed": coded.codes, "weight_scale": coded.scales, "weight_global_scale": coded.whole}
+    inputs = torch.tensor([float(np.abs(values).sum())])
+    return coded, _of_module(name, {**parts, "input_global_scale": inputs})
 
 
 def _as_modelopt_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:

@@ -14,6 +14,7 @@ LEASE = "runtime/test_runtime_lease.py"
 ADAPTERS = "runtime/test_runtime_adapters.py"
 CODECS = "checkpoints/test_codecs.py"
 QUANTISED = "quantised/test_quantised_merges.py"
+SCALES = "quantised/test_quantised_scale_groups.py"
 VERIFIER = "verifier/test_verifier_structure.py"
 FINITE = "execute/test_execute_output.py"
 REPORT = "cli/test_cli_report_page.py verifier/test_verifier_observations.py"
@@ -191,6 +192,26 @@ MUTATIONS = (
         "piece.content(), joined.get(own.joined))",
         "piece.content())",
         "planner/test_planner_quantised.py planner/test_planner_tables.py",
+    ),
+    Mutation("execute/encoding.py", "largest for each in seen])", "largest for each in seen[:1]])", SCALES),
+    Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "True", SCALES),
+    Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "each.had == own.had", QUANTISED),
+    Mutation(
+        "planner/outputs/scale_groups.py", "not made and len(sources) == 1", "len(sources) == 1", SCALES
+    ),
+    Mutation("planner/outputs/scale_groups.py", "            made = names\n", "", SCALES),
+    Mutation("planner/inputs/served_scales.py", "own[0] if self.is_expert else own.max", "own.max", SCALES),
+    Mutation(
+        "planner/inputs/served_scales.py",
+        "own / taken if self.is_divisor else taken / own",
+        "taken / own",
+        SCALES,
+    ),
+    Mutation(
+        "verifier/structure.py",
+        "made = [each for each in found if not copied",
+        "made = [each for each in found if copied",
+        SCALES,
     ),
     Mutation(
         "merge_plan/segments.py",

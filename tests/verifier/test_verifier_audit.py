@@ -342,7 +342,7 @@ class _Known(Blocks):
     def __init__(self, magnitudes: NDArray[np.float32]) -> None:
         encoding = SimpleNamespace(format=FP8_BLOCK, scale_row_height=HEIGHT, block=(HEIGHT, WIDTH))
         codes = SimpleNamespace(encoding=encoding, columns=COLUMNS, width=WIDTH)
-        super().__init__(cast(Any, codes), is_joined=False)
+        super().__init__(cast(Any, codes))
         self._magnitudes = magnitudes
 
     def _rows_of(self, scale_row: int) -> NDArray[np.float32]:

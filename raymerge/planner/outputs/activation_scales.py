@@ -2,17 +2,21 @@
 
 No weight tells what a merged model will compute. A scale that is too small clips, and one that is too large
 costs little, as FP8 has an exponent of its own. Servers join the matrices of q, k and v, and those of gate
-and up, under one input scale: these get the largest of all."""
+and up, under one input scale: these get the largest of all. For all experts of a layer they take the largest
+themselves, which is the same number whether it is taken before or after."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from raymerge.architectures.roles import joined_matrix
+from raymerge.architectures.roles import JoinedMatrix, joined_matrix
 from raymerge.architectures.rules import Rules, quantisation_tables
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_divisor
+from raymerge.checkpoints.quantisation.encoding import QuantisedWeight, part_name
+from raymerge.checkpoints.quantisation.formats import read_declared
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
 from raymerge.merge_plan.expressions import LARGEST, Op, Output, Read, make_expression
 from raymerge.methods import Settings, find_method
@@ -35,6 +39,7 @@ class ActivationScales:
         )
         """Sources that have such scales; models without quantisation may use the names otherwise."""
         self._names: dict[int, Mapping[tuple[str, int], str]] = {}
+        self._tables: dict[int, Declared] = {}
 
     def alone(self, chosen: BoundOutput, lead: StoredTensor) -> Output:
         named = ((member.source, name) for member, name in chosen.members)
@@ -50,16 +55,41 @@ class ActivationScales:
         held = [(member.source, self._stored(member.source, matrix, ending)) for member, matrix in members]
         return self._output(name, own, held)
 
+    def of_another(
+        self, packed: QuantisedWeight, output: str, source: int, chosen: BoundOutput | None
+    ) -> Iterator[Output]:
+        """The scale of the inputs of ``output`` where the lead ``source`` declares one and lacks it, from the
+        members that have it; else nothing."""
+        module = packed.name.removesuffix(_WEIGHT)
+        is_there = any(name.endswith(INPUT_SCALES) for name in packed.others)
+        declared = None if is_there or chosen is None else self._declared(source).of(module)
+        if chosen is None or declared is None or not declared.scales_inputs:
+            return
+        for member, matrix in chosen.members:
+            own = self._sources[member.source].checkpoint.packed.get(matrix)
+            if own is None or own.quant_spec.format != packed.quant_spec.format:
+                continue
+            for name in (each for each in own.others if each.endswith(INPUT_SCALES)):
+                stored = self._sources[member.source].checkpoint.stored[name]
+                yield self.of_inputs(part_name(matrix, name, output), output, (member.source, stored), chosen)
+                return
+
+    def _declared(self, source: int) -> Declared:
+        if source not in self._tables:
+            tables = quantisation_tables(self._sources[source].checkpoint.config)
+            self._tables[source] = read_declared(tables)
+        return self._tables[source]
+
     def join(self, outputs: Sequence[Output], rules: Rules) -> tuple[Output, ...]:
         """The outputs, with equal input scales where servers join them.
 
         What all comes from one source unchanged stays as stored there."""
-        groups: dict[tuple[str, str], list[Output]] = {}
+        groups: dict[tuple[JoinedMatrix | None, str], list[Output]] = {}
         for output in outputs:
-            matrix = joined_matrix(output.name, rules) if output.packed is not None else None
-            for scale in input_scales(output) if matrix is not None else ():
-                key = matrix or "", scale.name.rpartition(".")[2]
-                groups.setdefault(key, []).append(scale)
+            scales = input_scales(output)
+            matrix = joined_matrix(output.name, rules) if scales else None
+            for scale in scales if matrix is not None else ():
+                groups.setdefault((matrix, scale.name.rpartition(".")[2]), []).append(scale)
         joined = {each.name: each for group in groups.values() for each in self._joined(group)}
         return tuple(_with_scales(output, joined) for output in outputs) if joined else tuple(outputs)
 

@@ -1,8 +1,4 @@
-"""What a merge makes: recipe and opened sources in, every output decided, every problem found, a plan out.
-
-Servers join q, k and v, and gate and up. In NVFP4 each has a scale of the matrix, and servers take one of
-them for all, so they must be equal. FP8 with one scale per matrix needs no such thing: servers encode it anew
-under the largest."""
+"""What a merge makes: recipe and opened sources in, every output decided, every problem found, a plan out."""
 
 from __future__ import annotations
 
@@ -13,8 +9,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from raymerge.architectures.roles import joined_matrix, module_finder
-from raymerge.architectures.rules import Role, Rules, rules_of
+from raymerge.architectures.roles import module_finder
+from raymerge.architectures.rules import Role, rules_of
 from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.source import as_numbers, in_natural_order
@@ -46,6 +42,7 @@ from raymerge.planner.matching.method_assignment import OWN, MethodAssignment
 from raymerge.planner.outputs.embeddings_and_heads import TieDecision, settle_tie, with_heads
 from raymerge.planner.outputs.loaders import loader_notes
 from raymerge.planner.outputs.outputs import OutputBuilder
+from raymerge.planner.outputs.scale_groups import join_scales, joined_notes
 from raymerge.planner.parameter_check import CheckedRecipe, check_recipe
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, plan_tokenizer
@@ -237,37 +234,6 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     return tuple(converted)
 
 
-def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Rules) -> tuple[Output, ...]:
-    """The outputs, with those that are to share a scale marked.
-
-    A joined group that one source gives unchanged stays a copy. Else copies are encoded too: their source's
-    scale need not be that of the others."""
-    groups: dict[str, list[str]] = {}
-    for output in outputs.values():
-        quant_spec = None if output.packed is None else output.packed.quant_spec
-        is_alone = quant_spec is not None and quant_spec.num_matrices == 1
-        # Of two scales servers take one tensor's for all that they join.
-        is_shared = quant_spec is not None and quant_spec.format.has_two_scales
-        joined = joined_matrix(output.name, rules) if is_alone and is_shared else None
-        if joined is not None:
-            groups.setdefault(joined, []).append(output.name)
-    changed = dict(outputs)
-    for joined, names in groups.items():
-        ops = [op for name in names for op in outputs[name].ops]
-        are_copies = all(op.expression.is_copy for op in ops) and len({op.reads[0].source for op in ops}) == 1
-        if len(names) > 1 and not are_copies:
-            for name in names:
-                changed[name] = _marked(outputs[name], joined, builder)
-    return tuple(changed.values())
-
-
-def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
-    if all(op.expression.is_copy for op in output.ops):
-        output = builder.made_anew(output.name) or output
-    packed = output.packed
-    return output if packed is None else output._replace(packed=replace(packed, joined=joined))
-
-
 def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     """Decide the plan of a merge.
 
@@ -279,7 +245,8 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     tokenizer, donor = context.tokenizer, sources[context.donor]
     by_token = isinstance(tokenizer, VocabularyPlan)
     check_stacks(sections, context.aligner.placed, donor=context.donor, findings=findings, by_token=by_token)
-    outputs = builder.scales.join(with_joined(_outputs(context), builder, donor.rules), donor.rules)
+    made, joined = join_scales(_outputs(context), builder, donor.rules)
+    outputs = builder.scales.join(made, donor.rules)
     context.assignments.report_unused()
     builder.formats.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.dispositions, donor=donor)
@@ -303,7 +270,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
         config=config,
         tie=tie,
         tokenizer=tokenizer,
-        notes=context.notes(outputs),
+        notes=(*context.notes(outputs), *joined_notes(joined, sources)),
     )
 
 

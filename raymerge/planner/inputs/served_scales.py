@@ -1,0 +1,93 @@
+"""What servers make of matrices that each have a scale of the whole matrix beside those of blocks.
+
+They join several matrices (q, k and v; gate and up) and take one of these scales for all, without a look at
+the others: vLLM the first one among experts, and the largest number elsewhere. What has another scale is then
+read so many times too large or too small. FP8 with one scale a matrix needs none of this: it is decoded, and
+encoded again under the largest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from raymerge.architectures.roles import EXPERT_NUMBER, JoinedMatrix, joined_matrix
+from raymerge.architectures.rules import Rules
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.formats import formats
+from raymerge.dtypes import DType
+from raymerge.storage.store import ReadStore
+
+_WEIGHT = ".weight"
+_NUM_READERS = 8
+_NUM_FAR_READERS = 16
+_BATCH = 64
+"""Joined matrices that a thread reads the scales of before it takes others."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedScales:
+    """The scales of the whole matrix that the parts of a joined matrix have."""
+
+    is_expert: bool
+    is_divisor: bool
+    scales: tuple[StoredTensor, ...]
+    """In the order in which their matrices are joined."""
+
+    def factors(self, store: ReadStore) -> Mapping[str, float]:
+        """How many times as large as they are servers take the numbers of each part, by its scale's name."""
+        read = (store.read(each.key, each.offset, each.nbytes) for each in self.scales)
+        own = np.stack([np.frombuffer(each, "<f4") for each in read]).astype(np.float64)
+        taken = own[0] if self.is_expert else own.max(axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            times = np.where(own == taken, 1.0, own / taken if self.is_divisor else taken / own)
+            farthest = np.abs(np.log(times)).argmax(axis=1)
+        names = (each.name for each in self.scales)
+        return dict(zip(names, times[np.arange(len(own)), farthest].tolist(), strict=True))
+
+
+def joined_scales(stored: Mapping[str, StoredTensor], rules: Rules) -> tuple[JoinedScales, ...]:
+    """Those of all stored tensors of which servers join several."""
+    divisors = {
+        f"{_WEIGHT}{form.parts['tensor_scale']}": form.tensor_scale == "divisor"
+        for form in formats()
+        if form.has_two_scales
+    }
+    found: dict[tuple[JoinedMatrix, str], dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        ending = next((each for each in divisors if name.endswith(each)), None)
+        part = name.removesuffix(ending or "")
+        joined = joined_matrix(f"{part}{_WEIGHT}", rules) if ending else None
+        if ending and joined and tensor.dtype is DType.F32:
+            found.setdefault((joined, ending), {})[part] = tensor
+    return tuple(
+        JoinedScales(EXPERT_NUMBER.search(matrix.module + ".") is not None, divisors[ending], ordered)
+        for (matrix, ending), own in found.items()
+        for ordered in (tuple(own[part] for part in matrix.parts if part in own),)
+        if len(ordered) > 1 and len({each.shape for each in ordered}) == 1
+    )
+
+
+def misread(store: ReadStore, matrices: Sequence[JoinedScales]) -> Iterator[Mapping[str, float]]:
+    """The factors of the matrices that have other than 1. Raises CheckpointError: a scale cannot be read."""
+
+    def factors(several: Sequence[JoinedScales]) -> list[Mapping[str, float]]:
+        return [each.factors(store) for each in several]
+
+    with ThreadPoolExecutor(_NUM_FAR_READERS if store.is_far else _NUM_READERS) as pool:
+        batches = [matrices[first : first + _BATCH] for first in range(0, len(matrices), _BATCH)]
+        for several in pool.map(factors, batches):
+            yield from (each for each in several if any(times != 1 for times in each.values()))
+
+
+def misread_text(matrices: Sequence[Mapping[str, float]]) -> str:
+    """A sentence, but for its end, about what ``misread`` gives; the matrix that is farthest off is named."""
+    parts = [each for factors in matrices for each in factors.items()]
+    name, times = max(parts, key=lambda each: abs(math.log(each[1])) if each[1] > 0 else math.inf)
+    return (
+        f"{len(matrices)} times matrices that servers join have different scales of the whole matrix. vLLM "
+        f"takes one for all of them, and so serves what has {name} {times:.3g} times as large as it is"
+    )

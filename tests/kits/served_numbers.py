@@ -1,0 +1,55 @@
+"""What a server makes of NVFP4: numbers under the one scale that it takes for all matrices that it joins.
+
+Written from what vLLM does; nothing here is raymerge's. Among experts it takes the scale of the first matrix
+(gate's), and elsewhere the largest stored number. compressed-tensors' scale of the matrix divides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from kits.checkpoint_maker import read_tensors
+from kits.quantised_merges import packed_numbers
+from kits.quantised_numbers import Values
+
+_JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+_DIVISOR = ".weight_global_scale"
+
+
+def joined_modules(stored: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, ...]]:
+    """Modules with a scale of the whole matrix that a server joins, in its order."""
+    for words in _JOINED:
+        for parent in dict.fromkeys(name.rsplit(".", 2)[0] for name in stored):
+            modules = [f"{parent}.{word}" for word in words if f"{parent}.{word}{_DIVISOR}" in stored]
+            if len(modules) > 1:
+                yield tuple(modules)
+
+
+def served_numbers(root: Path) -> dict[str, tuple[Values, Values]]:
+    """By module the numbers that a server computes with, and those that the file means."""
+    stored = read_tensors(root)
+    found: dict[str, tuple[Values, Values]] = {}
+    for modules in joined_modules(stored):
+        scales = [stored[f"{module}{_DIVISOR}"] for module in modules]
+        is_expert = re.search(r"\.experts\.\d+\.", modules[0])
+        taken = scales[0] if is_expert else torch.stack(scales).amax(0)
+        for module, own in zip(modules, scales, strict=True):
+            parts = stored[f"{module}.weight_packed"], stored[f"{module}.weight_scale"]
+            served, meant = (packed_numbers(*parts, whole).values for whole in (taken, own))
+            found[module] = served, meant
+    return found
+
+
+def served_as_stored(root: Path) -> bool:
+    found = served_numbers(root)
+    assert found
+    return all(np.array_equal(served, meant) for served, meant in found.values())
