@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors
+from kits.checkpoint_maker import read_config, read_tensors
 from kits.float64_merges import linear
 from kits.merge_cases import INLINE, merge
 from kits.quantised_merges import changed_bytes, check_merged, merged_values, read_numbers
@@ -166,6 +166,41 @@ def test_fp8_that_is_made_has_one_scale_for_what_is_joined(tmp_path: Path) -> No
         errors = np.abs(found[name].values - merged[name][0])
         assert np.all(errors <= found[name].steps / 2 * (1 + 1e-4) + 1e-7)
     assert not audit(tmp_path / "out", AuditOptions(1.0, seed=3), INLINE).problems
+
+
+def _static(model: QuantisedModel, **tensors: torch.Tensor | None) -> QuantisedModel:
+    """The model with a config that says that every matrix has a scale of its inputs, and some without one."""
+    config = read_config(model.root)
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] = {"num_bits": 4, "type": "float", "dynamic": "local"}
+    (model.root / "config.json").write_text(json.dumps(config))
+    _edit(model.root, {f"{name}.input_global_scale": tensor for name, tensor in tensors.items()})
+    return model
+
+
+def test_a_scale_of_inputs_that_one_parent_lacks_is_the_others(tmp_path: Path) -> None:
+    """Of all that have one the smallest, as it divides."""
+    models = [_static(nvfp4_mixture(tmp_path / name, seed)) for seed, name in enumerate("ab")]
+    down = f"{_EXPERT}.down_proj"
+    _static(models[0], **{down: None})
+    _static(models[1], **{down: torch.tensor([3.0])})
+    merge(mean_of(*models), tmp_path / "out")
+    assert float(read_tensors(tmp_path / "out")[f"{down}.input_global_scale"]) == 3.0
+
+
+@pytest.mark.parametrize("method", ["linear", "passthrough"])
+def test_a_scale_of_inputs_that_nobody_has_is_refused_by_name(method: str, tmp_path: Path) -> None:
+    models = [
+        _static(nvfp4_mixture(tmp_path / name, seed), **{f"{_EXPERT}.down_proj": None})
+        for seed, name in enumerate("ab")
+    ]
+    recipe = mean_of(*models) if method == "linear" else one_model(models[0])
+    said = "\n".join(map(str, plan(recipe).problems))
+    assert f"{_EXPERT}.down_proj" in said
+    said = _said(models[0].root)
+    assert "activations have stored scales (a static scheme), but 1 quantised matrices have none" in said
+    assert f"{_EXPERT}.down_proj" in said
+    assert "make the scheme dynamic in its config" in said
 
 
 @pytest.mark.parametrize(

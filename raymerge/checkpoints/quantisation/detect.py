@@ -35,6 +35,9 @@ CACHE_SCALES = (
 # Gemma 3n has a weight "altup.correct_output_scale".
 _OTHER_SCALES = (".output_scale", ".output_global_scale", "_proj_input_scale", "_proj_output_scale")
 
+_OF_STACK = "_input_scale"
+"""Ending of the scales of the inputs of a stack of experts, whose name does not end with ".weight"."""
+
 SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".scales")
 CORRUPT = "Download or copy the checkpoint again, or use one that is converted to bfloat16."
 
@@ -85,6 +88,8 @@ class QuantisedWeights:
     """Stored tensors of formats that are told apart but not read: what to call the format, by name."""
     faults: tuple[Problem, ...]
     """What is incomplete, or contradicts the config."""
+    without_input_scale: tuple[str, ...] = ()
+    """Logical names of those that lack the scale of their inputs which the config declares."""
 
 
 PackedForm: TypeAlias = tuple[Format, tuple[int, int], tuple[int, ...]]
@@ -109,6 +114,7 @@ class Search:
     _reported: set[str] = field(default_factory=set)
     _faults: dict[str, Problem] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
+    _without_input_scale: list[str] = field(default_factory=list)
 
     def run(self, methods: Sequence[QuantMethod]) -> QuantisedWeights:
         """Find what is codes with scales; where the config's method is not read, nothing is a fault."""
@@ -127,7 +133,8 @@ class Search:
             remedy = _CONVERT_ELSEWHERE if sentence.endswith(_NOT_READ) else _ONE_IS_WRONG
             self.report(sentence, f"{_CONFIG}: quantization_config {sentence}.", remedy)
         faults = tuple(self._counted(kind, problem) for kind, problem in self._faults.items())
-        return QuantisedWeights(self._packed, self._members, self._unknown, faults)
+        lacking = tuple(self._without_input_scale)
+        return QuantisedWeights(self._packed, self._members, self._unknown, faults, lacking)
 
     def declared_of(self, module: str) -> Declared:
         """What the config says of a module; of one that loaders may call otherwise, what it says at all."""
@@ -245,6 +252,9 @@ class Search:
             self._contradiction(packed, kind, f"says {declared}")
         if declared.plain.lists(module):
             self._contradiction(packed, "listed", f"lists {module} as not quantised")
+        own = (f"{module}{ending}" for ending in (*INPUT_SCALES, _OF_STACK))
+        if declared.scales_inputs and self.stored.keys().isdisjoint(own):
+            self._without_input_scale.append(packed.name)
 
     def _contradiction(self, packed: QuantisedWeight, kind: str, says: str) -> None:
         quant_spec = packed.quant_spec

@@ -33,6 +33,7 @@ from raymerge.architectures.rules import (
     text_section,
 )
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem, shortlist
@@ -75,7 +76,21 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     yield from _head_problems(checkpoint, rules, where)
     if main is not None:
         yield from _layer_problems(checkpoint, main, rules, where)
-    yield from quantised_tensors(checkpoint).faults
+    weights = quantised_tensors(checkpoint)
+    yield from weights.faults
+    yield from _input_scale_problems(weights, where)
+
+
+def _input_scale_problems(weights: QuantisedWeights, where: str) -> Iterator[Problem]:
+    """Servers begin with no number where a static scheme's scale is absent, and give zeros or NaN."""
+    lacking = weights.without_input_scale
+    if lacking:
+        what = (
+            "quantization_config says that activations have stored scales (a static scheme), but "
+            f"{len(lacking)} quantised matrices have none: {shortlist(lacking)}."
+        )
+        remedy = "Take them from a checkpoint that is complete, or make the scheme dynamic in its config."
+        yield Problem(where, what, remedy)
 
 
 def _count_problems(

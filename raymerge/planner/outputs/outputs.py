@@ -340,7 +340,10 @@ class OutputBuilder:
             packed.quant_spec,
             names[packed.codes],
             "" if packed.scales == one else names[packed.scales],
-            tuple(other(name) for name in packed.others if name != one),
+            (
+                *(other(name) for name in packed.others if name != one),
+                *self.scales.of_another(packed, output, source, chosen),
+            ),
             None if one is None else TensorSpec(names[one], stored[one].dtype, stored[one].shape),
         )
 
