@@ -82,9 +82,9 @@ def test_what_is_joined_is_served_as_it_was_merged(words: Sequence[str], grown: 
     assert not audit(tmp_path / "out", AuditOptions(1.0, seed=3), INLINE).problems
 
 
-def _unequal(root: Path, factor: float = 10.0) -> QuantisedModel:
-    """A model of which gate and up, and latent inputs, have scales so many times apart, as some have."""
-    return _grown(_grown(nvfp4_mixture(root, 0), _UP, 1 / factor), _LATENT, factor)
+def _unequal(root: Path) -> QuantisedModel:
+    """A model of which gate and up have scales 10 times apart, as some have, and the latent inputs 4 times."""
+    return _grown(_grown(nvfp4_mixture(root, 0), _UP, 0.1), _LATENT, 4)
 
 
 def _said(root: Path) -> str:
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_is_served_wrong_is_found_with_the_factor(tmp_path: Pa
     assert set(off) == {_UP, _LATENT}
     sizes = {name: [np.abs(each).max() for each in pair] for name, pair in off.items()}
     ratios = {name: served / meant for name, (served, meant) in sizes.items()}
-    assert ratios == {_UP: pytest.approx(10), _LATENT: pytest.approx(0.1)}
+    assert ratios == {_UP: pytest.approx(10), _LATENT: pytest.approx(0.25)}
     said = _said(model.root)
     assert "2 times matrices that servers join have different scales of the whole matrix" in said
     assert f"what has {_UP}.weight_global_scale 10 times as large as it is" in said
