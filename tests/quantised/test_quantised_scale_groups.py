@@ -83,7 +83,7 @@ def test_what_is_joined_is_served_as_it_was_merged(words: Sequence[str], grown: 
 
 
 def _unequal(root: Path) -> QuantisedModel:
-    """A model of which gate and up have scales 10 times apart, as some have, and the latent inputs 4 times."""
+    """A model of which gate and up have scales 10 times apart, and the latent inputs 4 times."""
     return _grown(_grown(nvfp4_mixture(root, 0), _UP, 0.1), _LATENT, 4)
 
 
