@@ -126,6 +126,16 @@ RENAMED = (
         "image_size: 16, patch_size: 8",
         more="image_token_index: 63, video_token_index: 62",
     ),
+    _seeing(
+        "step3p7 Step3p7ForConditionalGeneration",
+        "step3p5",
+        EXPERTS
+        | _DENSE_FIRST
+        | fields("num_local_experts: 4, n_routed_experts: 4, share_expert_dim: 24, sliding_window: 4"),
+        "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+        "image_size: 16, patch_size: 8, mlp_ratio: 1.5, max_position_embeddings: 4",
+        more="image_token_id: 63",
+    ),
     _text(
         "exaone_moe ExaoneMoeForCausalLM",
         EXPERTS,
