@@ -274,6 +274,17 @@ FAMILIES: Mapping[str, Family] = {
 _ROUTED = {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 _DENSE_FIRST = {**_ROUTED, "first_k_dense_replace": 1}
 _INDEXER = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+_COMPRESSED = {
+    **_INDEXER,
+    "head_dim": 16,
+    "q_lora_rank": 16,
+    "o_lora_rank": 8,
+    "o_groups": 2,
+    "hc_mult": 2,
+    "compress_ratios": [0, 4, 128, 4],
+    "num_hash_layers": 1,
+    "num_key_value_heads": 1,
+}
 _HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, **_HEADS, "layer_types": _LAST}
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 4}
@@ -283,6 +294,7 @@ FURTHER: Mapping[str, Family] = {
     for family in (
         _further("dots1", "Dots1ForCausalLM", _DENSE_FIRST),
         _further("deepseek_v32", "DeepseekV32ForCausalLM", {**_DENSE_FIRST, **LATENT, **_INDEXER}),
+        _further("deepseek_v4", "DeepseekV4ForCausalLM", {**_ROUTED, **_COMPRESSED}),
         _further("glm4_moe_lite", "Glm4MoeLiteForCausalLM", {**_DENSE_FIRST, **LATENT}),
         _further(
             "qwen3_5_moe_text",

@@ -100,12 +100,13 @@ def expected_state(ancestry: Ancestry, merge: Merge, num_parents: int) -> dict[s
 
 
 def assert_accounted(plan: Plan, roots: tuple[str, ...]) -> None:
-    """Every tensor of every parent goes into the output, once."""
+    """Every tensor of every parent goes into the output, once, but for equal tables of experts."""
     assert plan.problems == ()
     table = plan["dispositions"].to_pylist()
     found = sorted((row["source"], row["name"]) for row in table)
     assert found == sorted((i, name) for i, root in enumerate(roots) for name in read_tensors(Path(root)))
-    assert {row["disposition"] for row in table} == {"merged"}
+    numbers = [row for row in table if not row["name"].endswith(".tid2eid")]
+    assert {row["disposition"] for row in numbers} == {"merged"}
 
 
 def assert_as_base(out: Path, base: Path) -> None:
