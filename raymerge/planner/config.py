@@ -341,7 +341,8 @@ class _Quantisation:
         The donor's tables stay where they are true of the output, but for their lists of plain modules.
         ``is_common``: those of all sources agree, so that the donor's may stay."""
         checkpoint, packed = self._donor.checkpoint, self._packed
-        tables = quantisation_tables(config if is_common else checkpoint.config)
+        changed = self._with_expert_dtype(config)
+        tables = quantisation_tables(changed if is_common else checkpoint.config)
         declared = read_declared(tables)
         # Without any table codes of unread formats may be none at all: tables of numbers, lists of tokens.
         is_unread = bool(self._unread) and (bool(declared.method) or not is_common)
@@ -350,7 +351,7 @@ class _Quantisation:
         if not (packed or is_unread):
             return without_tables(config), None
         if is_common and self._is_true(declared):
-            return self._with_expert_dtype(self._with_plain(config, declared)), None
+            return self._with_plain(changed, declared), None
         objection = self._objection(is_unread=is_unread)
         if objection is not None:
             return config, Problem(where, *objection)
@@ -368,16 +369,17 @@ class _Quantisation:
     def _quant_specs(self) -> dict[str, QuantSpec]:
         return {module: each.quant_spec for module, each in self._packed.items()}
 
-    def _with_expert_dtype(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The config, which says it where experts that were MXFP4 beside FP8 are FP8 too."""
-        if not self._had_bytes or self._has_bytes:
+    def _with_expert_dtype(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config, which says what experts became that changed between FP8 and MXFP4 beside it."""
+        if self._had_bytes == self._has_bytes:
             return config
-        levels = [level for _, level in sections(config)]
-        tables = [level[key] for level in levels for key in QUANTISATION_TABLES if level.get(key)]
+        result = copy.deepcopy(dict(config))
+        levels = [level for _, level in sections(result)]
+        tables = [section[table] for table, section in _tables(result)]
         # Loaders take experts for FP4 where it is absent.
-        for place in [each for each in (*levels, *tables) if EXPERT_DTYPE in each] or [config]:
-            place[EXPERT_DTYPE] = "fp8"
-        return config
+        for place in [each for each in (*levels, *tables) if EXPERT_DTYPE in each] or [result]:
+            place[EXPERT_DTYPE] = "fp4" if self._has_bytes else "fp8"
+        return result
 
     def _fresh_expert_dtype(self, table: Mapping[str, Any]) -> dict[str, str]:
         stated = any(EXPERT_DTYPE in each for each in quantisation_tables(self._donor.checkpoint.config))
@@ -386,7 +388,7 @@ class _Quantisation:
         return {EXPERT_DTYPE: dtype} if is_said and table["quant_method"] == "fp8" else {}
 
     def _is_true(self, declared: Declared) -> bool:
-        formats = {each.quant_spec.format for each in self._known.values()}
+        formats = {MXFP4_BYTES, *(each.quant_spec.format for each in self._known.values())}
         scaled = [_has_input_scale(each) for each in self._known.values()]
         kinds = {name.removesuffix(_WEIGHT): _kind(each.quant_spec) for name, each in self._known.items()}
         for module, packed in self._packed.items():

@@ -14,6 +14,7 @@ from kits.deepseek_v4_headers import (
     FLASH_NUM_TENSORS,
     SMALL_CONFIG,
     V41_CONFIG,
+    Experts,
     flash_specs,
     small_v4,
     v4_shapes,
@@ -23,11 +24,12 @@ from kits.plan_maker import good, header_checkpoint, planned_merge, refusals
 from kits.recipe_maker import linear, one, piece, stack
 
 from raymerge.architectures.roles import NameReader, logical_name, module_finder, stacks
-from raymerge.architectures.rules import rules_of
+from raymerge.architectures.rules import quantisation_tables, rules_of
 from raymerge.dtypes import DType
 
 TABLE = "layers.0.ffn.gate.tid2eid"
 CONFIGS = {"V4": SMALL_CONFIG, "V4.1": V41_CONFIG}
+EXPERTS: tuple[Experts, ...] = ("fp4", "fp8")
 
 
 def test_the_names_are_those_of_the_published_model() -> None:
@@ -238,6 +240,20 @@ def test_what_publishers_leave_plain_stays_so_in_fp8(version: str, tmp_path: Pat
     made = good(one(root, out_format="fp8_block"))
     assert {made.method(name) for name in made.names()} == {"copy"}
     assert made.config == read_config(root)
+
+
+@pytest.mark.parametrize("version", CONFIGS)
+def test_experts_change_their_format_with_what_the_config_says_of_them(version: str, tmp_path: Path) -> None:
+    """There and back: codes in bytes beside FP8 are told of by ``expert_dtype`` alone."""
+    roots = {experts: small_v4(tmp_path / experts, CONFIGS[version], experts=experts) for experts in EXPERTS}
+    name = "layers.1.ffn.experts.0.w1.weight"
+    for asked, experts in (("fp8_block", "fp8"), ([{"role": "expert", "value": "mxfp4"}, "same"], "fp4")):
+        made = good(one(roots["fp4" if experts == "fp8" else "fp8"], out_format=asked))
+        assert made.dtype(name) == {"fp8": "F8_E4M3", "fp4": "I8"}[experts]
+        assert made.dtype(name.replace("weight", "scale")) == "F8_E8M0"
+        assert quantisation_tables(made.config)[0]["expert_dtype"] == experts
+    plain = good(one(roots["fp4"], out_format="bf16")).config
+    assert "expert_dtype" not in {**plain, **plain.get("text_config", {})}
 
 
 @pytest.mark.parametrize(("kind", "has_powers"), [("Kimi-K3", True), ("Kimi-K2-Thinking", False)])
