@@ -64,7 +64,7 @@ def read_numbers(root: Path) -> dict[str, Numbers]:
         elif name.endswith(".weight_packed"):
             module = name.removesuffix("_packed")
             scales, whole = stored[f"{module}_scale"], stored.get(f"{module}_global_scale")
-            found[module] = packed_numbers(tensor, scales, whole)
+            found[module] = _packed(tensor, scales, whole)
         elif tensor.dtype is torch.int8:
             found[name] = _mxfp4(
                 tensor.view(torch.uint8).view(len(tensor), -1, 16), stored[f"{module}.scale"]
@@ -72,7 +72,7 @@ def read_numbers(root: Path) -> dict[str, Numbers]:
         elif f"{name}_scale_2" in stored:
             steps = stored[f"{name}_scale"].double() * stored[f"{name}_scale_2"].double()
             pairs = tensor.view(*steps.shape, 8).numpy()
-            found[name] = _e2m1(pairs, steps.float().double().numpy())
+            found[name] = e2m1_numbers(pairs, steps.float().double().numpy())
         elif tensor.dtype is torch.float8_e4m3fn:
             one = stored.get(f"{name}_scale")
             blocks = next(
@@ -205,20 +205,20 @@ def _e4m3(codes: torch.Tensor, spread: Values) -> Numbers:
     return Numbers(e4m3_values()[number] * spread, spacing * spread, 448 * spread)
 
 
-def packed_numbers(codes: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor | None) -> Numbers:
+def _packed(codes: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor | None) -> Numbers:
     if codes.dtype is torch.int32:
         return _int4(codes, scales)
     if whole is None:
         return _mxfp4(codes.view(*scales.shape, 16), scales)
     steps = (scales.float() / whole).double().numpy()
-    return _e2m1(codes.view(*scales.shape, 8).numpy(), steps)
+    return e2m1_numbers(codes.view(*scales.shape, 8).numpy(), steps)
 
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Numbers:
-    return _e2m1(blocks.numpy(), 2.0 ** (scales.view(torch.uint8).double().numpy() - 127))
+    return e2m1_numbers(blocks.numpy(), 2.0 ** (scales.view(torch.uint8).double().numpy() - 127))
 
 
-def _e2m1(pairs: NDArray[np.uint8], steps: Values) -> Numbers:
+def e2m1_numbers(pairs: NDArray[np.uint8], steps: Values) -> Numbers:
     number = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
     spread = np.broadcast_to(steps[..., None], number.shape)
     spacing = np.array([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])[number & 7]

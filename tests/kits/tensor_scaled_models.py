@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ def modelopt_llama(root: Path, seed: int, algorithm: str, *, is_legacy: bool = F
 
 
 def nvfp4_mixture(
-    root: Path, seed: int, *, words: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+    root: Path,
+    seed: int,
+    *,
+    words: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    is_modelopt: bool = False,
 ) -> QuantisedModel:
     """Experts that are stored one by one, and attention with latent inputs; what is joined has one scale."""
     block, attention = "model.layers.0.mlp", "model.layers.0.self_attn"
@@ -79,8 +84,11 @@ def nvfp4_mixture(
         "num_local_experts": 2,
     }
     table = _table("nvfp4-pack-quantized")
+    if is_modelopt:
+        table = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
     is_code = lambda name: ".experts." in name or "_a_proj" in name  # noqa: E731
-    return _written(root, seed, {**config, "quantization_config": table}, shapes, is_code, _as_joined_nvfp4)
+    stored = partial(_as_joined_nvfp4, is_modelopt=is_modelopt)
+    return _written(root, seed, {**config, "quantization_config": table}, shapes, is_code, stored)
 
 
 def fp8_mixture(root: Path, seed: int) -> QuantisedModel:
@@ -174,12 +182,14 @@ def _nvfp4(name: str, values: Values, *, is_factor: bool) -> tuple[Coded, torch.
     return coded, coded.whole
 
 
-def _as_joined_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
-    coded = nvfp4(values, _JOINED_LARGEST)
+def _as_joined_nvfp4(name: str, values: Values, *, is_modelopt: bool) -> tuple[Coded, Parts]:
+    coded = nvfp4(values, _JOINED_LARGEST, is_factor=is_modelopt)
     assert coded.whole is not None
-    parts = {"weight_packed": coded.codes, "weight_scale": coded.scales, "weight_global_scale": coded.whole}
-    inputs = torch.tensor([float(np.abs(values).sum())])
-    return coded, _of_module(name, {**parts, "input_global_scale": inputs})
+    names = ("weight_packed", "weight_global_scale", "input_global_scale")
+    codes, whole, inputs = ("weight", "weight_scale_2", "input_scale") if is_modelopt else names
+    parts = {codes: coded.codes, "weight_scale": coded.scales, whole: coded.whole}
+    scale = torch.full_like(coded.whole, float(np.abs(values).sum()))
+    return coded, _of_module(name, {**parts, inputs: scale})
 
 
 def _as_modelopt_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:

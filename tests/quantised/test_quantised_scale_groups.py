@@ -48,8 +48,13 @@ def _edit(root: Path, tensors: Mapping[str, torch.Tensor | None]) -> None:
 
 def _grown(model: QuantisedModel, module: str, factor: float) -> QuantisedModel:
     """The model with a matrix whose numbers, by its one scale alone, are so many times as large."""
-    scale = read_tensors(model.root)[f"{module}.weight_global_scale"]
-    _edit(model.root, {f"{module}.weight_global_scale": scale / factor})
+    stored, divisor, scale = (
+        read_tensors(model.root),
+        f"{module}.weight_global_scale",
+        f"{module}.weight_scale_2",
+    )
+    is_divisor = divisor in stored
+    _edit(model.root, {divisor: stored[divisor] / factor} if is_divisor else {scale: stored[scale] * factor})
     values = {**model.values, f"{module}.weight": model.values[f"{module}.weight"] * factor}
     return QuantisedModel(model.root, values, model.quantised)
 
@@ -58,6 +63,7 @@ def _notes(recipe: Mapping[str, Any]) -> str:
     return "\n".join(plan(dict(recipe)).manifest["notes"])
 
 
+@pytest.mark.parametrize("is_modelopt", [False, True], ids=["compressed", "modelopt"])
 @pytest.mark.parametrize(
     ("words", "grown"),
     [
@@ -67,40 +73,52 @@ def _notes(recipe: Mapping[str, Any]) -> str:
     ],
     ids=["gate", "w3", "latent"],
 )
-def test_what_is_joined_is_served_as_it_was_merged(words: Sequence[str], grown: str, tmp_path: Path) -> None:
+def test_what_is_joined_is_served_as_it_was_merged(
+    words: Sequence[str], grown: str, is_modelopt: bool, tmp_path: Path
+) -> None:
     """Also where one of the joined matrices outgrew the scale that both had."""
-    base, other = (nvfp4_mixture(tmp_path / name, seed, words=words) for seed, name in enumerate("ab"))
+    base, other = (
+        nvfp4_mixture(tmp_path / name, seed, words=words, is_modelopt=is_modelopt)
+        for seed, name in enumerate("ab")
+    )
     other = _grown(other, grown, 64.0)
     merge(mean_of(base, other), tmp_path / "out")
     assert served_as_stored(tmp_path / "out")
     check_merged(tmp_path / "out", merged_values([base, other], linear(1, 1)), [base, other])
-    changed = {name for name in changed_bytes(tmp_path / "out", base.root) if "weight_global" in name}
+    endings = (".weight_global_scale", ".weight_scale_2")
+    changed = {name for name in changed_bytes(tmp_path / "out", base.root) if name.endswith(endings)}
     joined = next(each for each in joined_modules(read_tensors(base.root)) if grown in each)
-    assert changed == {f"{module}.weight_global_scale" for module in joined}
+    assert {name.rpartition(".")[0] for name in changed} == set(joined)
     verdict = verify(tmp_path / "out")
     assert (verdict.problems, verdict.notes) == ((), ())
     assert not audit(tmp_path / "out", AuditOptions(1.0, seed=3), INLINE).problems
 
 
-def _unequal(root: Path) -> QuantisedModel:
+def _unequal(root: Path, *, is_modelopt: bool = False) -> QuantisedModel:
     """A model of which gate and up have scales 10 times apart, and the latent inputs 4 times."""
-    return _grown(_grown(nvfp4_mixture(root, 0), _UP, 0.1), _LATENT, 4)
+    return _grown(_grown(nvfp4_mixture(root, 0, is_modelopt=is_modelopt), _UP, 0.1), _LATENT, 4)
 
 
 def _said(root: Path) -> str:
     return "\n".join(map(str, verify(root).problems))
 
 
-def test_a_checkpoint_that_is_served_wrong_is_found_with_the_factor(tmp_path: Path) -> None:
-    model = _unequal(tmp_path / "model")
+@pytest.mark.parametrize("is_modelopt", [False, True], ids=["compressed", "modelopt"])
+def test_a_checkpoint_that_is_served_wrong_is_found_with_the_factor(
+    is_modelopt: bool, tmp_path: Path
+) -> None:
+    """Of factors the largest is taken for the latent inputs, and of divisors too."""
+    model = _unequal(tmp_path / "model", is_modelopt=is_modelopt)
     off = {name: pair for name, pair in served_numbers(model.root).items() if not np.array_equal(*pair)}
-    assert set(off) == {_UP, _LATENT}
+    latent = f"{_ATTENTION}.q_a_proj" if is_modelopt else _LATENT
+    assert set(off) == {_UP, latent}
     sizes = {name: [np.abs(each).max() for each in pair] for name, pair in off.items()}
     ratios = {name: served / meant for name, (served, meant) in sizes.items()}
-    assert ratios == {_UP: pytest.approx(10), _LATENT: pytest.approx(0.25)}
+    assert ratios == {_UP: pytest.approx(10), latent: pytest.approx(4 if is_modelopt else 0.25)}
     said = _said(model.root)
     assert "2 times matrices that servers join have different scales of the whole matrix" in said
-    assert f"what has {_UP}.weight_global_scale 10 times as large as it is" in said
+    scale = "weight_scale_2" if is_modelopt else "weight_global_scale"
+    assert f"what has {_UP}.{scale} 10 times as large as it is" in said
     assert "Merge the model with itself" in said
 
 
