@@ -214,6 +214,8 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Be
     small, large = (make_family(root / str(size), hidden=size, layers=1) for size in (64, 128))
     plain = {"merge_method": "passthrough", "models": [{"model": str(small.base)}], "dtype": "float32"}
     matrices = {f"model.layers.0.mlp.{name}_proj.weight": (128, 64) for name in ("gate", "up")}
+    # Not every division is rounded otherwise than a multiplication, and the two above have one scale.
+    matrices |= {f"model.layers.0.mlp.{name}_proj.weight": (8, 64) for name in ("down", "in", "out", "to")}
     shapes = {**matrices, "model.norm.weight": (64,)}
     coded = [fp8_llama(root / name, seed, shapes=shapes) for seed, name in enumerate("ab")]
     decoded = {"models": entries(coded[:1], (1.0,)), "out_format": "bf16"}
