@@ -396,7 +396,7 @@ def as_numbers(checkpoint: Checkpoint, packed: QuantisedWeights) -> Checkpoint:
     for name, each in packed.tensors.items():
         codes, dtype = stored[each.codes], each.quant_spec.format.element_dtype
         tensors[name] = StoredTensor(
-            name, dtype, each.quant_spec.shape, codes.key, codes.offset, codes.nbytes
+            name, dtype, each.quant_spec.logical_shape, codes.key, codes.offset, codes.nbytes
         )
     ordered = in_natural_order(tensors.values())
     return replace(checkpoint, tensors=ordered, packs=packed, as_stored=stored)

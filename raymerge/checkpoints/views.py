@@ -30,8 +30,11 @@ class View:
 
     @property
     def columns(self) -> int:
-        """Row length of the stored matrix, whether stored as it is or transposed."""
-        return self.strides[-1] if self.strides[-1] > 1 else self.shape[-1]
+        """Row length of the stored matrix, whether stored as it is or transposed, or with columns more."""
+        if self.strides[-1] > 1:
+            return self.strides[-1]
+        is_padded = len(self.shape) == 2 and self.shape[1] > 0 and self.strides[0] % self.shape[1]
+        return self.strides[0] if is_padded else self.shape[-1]
 
     @property
     def has_whole_rows(self) -> bool:

@@ -42,7 +42,9 @@ def numbers(raw: RawCodes, *, out: torch.Tensor | None = None, in_order: bool = 
     quant_spec = raw.layout.encoding.quant_spec((raw.count // columns, columns))
     into, whole = None if out is None else out.view(quant_spec.shape), tensor_scale(raw)
     codec = codec_of(quant_spec.format)
-    decoded = codec.decode(quant_spec, raw.codes, raw.scales, tensor_scale=whole, out=into).flatten()
+    decoded = codec.decode(
+        quant_spec, raw.codes, raw.scales, raw.zero_points, tensor_scale=whole, out=into
+    ).flatten()
     return decoded if view is None else strided(decoded, view).contiguous().flatten()
 
 
@@ -69,7 +71,9 @@ def scatter(results: Sequence[torch.Tensor], op: OpJob) -> torch.Tensor:
     """The results of an op's parts, each at its place in the op: float32 ``[num_elements]``."""
     if len(results) == 1 and op.parts[0].view is None:
         return results[0]
-    whole = torch.empty(op.num_elements, dtype=torch.float32, device=results[0].device)
+    is_full = sum(prod(part.shape) for part in op.parts) == op.num_elements
+    new = torch.empty if is_full else torch.zeros
+    whole = new(op.num_elements, dtype=torch.float32, device=results[0].device)
     for result, part in zip(results, op.parts, strict=True):
         view = part.view or View(0, part.shape, ())
         target = strided(whole, view) if view.strides else whole.view(part.shape)
@@ -133,8 +137,7 @@ class PlacedResults:
         if not count:
             return
         rows = _rows(part.view, part.columns, begin, count)
-        codes, scales = made
-        for target, data in ((self.data, codes), (self.scales, scales)):
+        for target, data in ((self.data, made.codes), (self.scales, made.scales)):
             num_rows = self._op.num_elements // part.columns
             target.view(num_rows, -1)[rows] = data.view(count // part.columns, -1)
 

@@ -109,16 +109,18 @@ def encoded(op: OpJob, result: torch.Tensor, raw: Raw, shared: TensorScale | Non
     quant_spec, values = _quant_spec(op, result)
     codec = codec_of(quant_spec.format)
     held = _held(op, raw, result.numel()) if shared is None or shared.is_kept else None
-    scales = None if held is None else held.scales
+    scales, zeros = (None, None) if held is None else (held.scales, held.zero_points)
     whole = None if shared is None else shared.scale
     try:
-        coded = codec.encode(quant_spec, values, given_scales=scales, tensor_scale=whole)
+        coded = codec.encode(quant_spec, values, given_scales=scales, given_zeros=zeros, tensor_scale=whole)
     except NotFiniteError as error:
         raise NotFinite(op) from error
     sums = codec.error_sums(quant_spec, values, coded, tensor_scale=whole)
     if not math.isfinite(sums.squared_values):
         raise NotFinite(op)
-    return EncodedRows(coded, sums, _exactness(op, values, coded, sums, whole))
+    rows = EncodedRows(coded, sums, _exactness(op, values, coded, sums, whole))
+    _clear_padding(op, coded.codes)
+    return rows
 
 
 def _exactness(
@@ -132,6 +134,19 @@ def _exactness(
     if not sums.squared_errors:
         return Exactness(math.prod(quant_spec.grid), 0, 0.0)
     return codec_of(quant_spec.format).exactness(quant_spec, values, coded, tensor_scale=whole)
+
+
+def _clear_padding(op: OpJob, codes: torch.Tensor) -> None:
+    """Have 4-bit codes at the end of rows that are no numbers be 0, as compressed-tensors has them."""
+    (part, *_), form = op.parts, op.encoding.format
+    used = part.shape[-1]
+    if len(op.parts) > 1 or form.code_bits != 4 or part.view is None or used == part.columns:
+        return
+    if part.view.strides[-1] != 1 or part.view.strides[0] != part.columns:
+        return
+    rows = codes.view(-1, part.columns // 2)
+    rows[:, used // 2] &= 15 if used % 2 else 0
+    rows[:, used // 2 + 1 :] = 0
 
 
 def _quant_spec(op: OpJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor]:

@@ -14,6 +14,7 @@ from functools import partial
 from math import prod
 from typing import Protocol
 
+from raymerge.checkpoints.quantisation.encoding import Made
 from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
@@ -48,10 +49,14 @@ def _part(raw: RawInput, source: Input, start: int, count: int) -> RawInput:
     begin, nbytes = source.dtype.nbytes(start), source.dtype.nbytes(count)
     if isinstance(raw, torch.Tensor):
         return raw[begin : begin + nbytes]
-    first, of_scales = raw.layout.of(start, count)
-    skipped = first - raw.layout.offset
-    scales = raw.scales[skipped : skipped + of_scales]
-    return replace(raw, codes=raw.codes[begin : begin + nbytes], scales=scales)
+    scales = _cut(raw.scales, raw.layout.offset, raw.layout.of(start, count))
+    zeros = _cut(raw.zero_points, raw.layout.zeros_offset, raw.layout.zeros_of(start, count))
+    return replace(raw, codes=raw.codes[begin : begin + nbytes], scales=scales, zero_points=zeros)
+
+
+def _cut(data: torch.Tensor, offset: int, span: tuple[int, int]) -> torch.Tensor:
+    first, nbytes = span[0] - offset, span[1]
+    return data[first : first + nbytes]
 
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -392,15 +397,21 @@ class Lane:
                 self._output.take(op.tensor_scale, 0, stored.numel(), self._fetcher(stored))
         rows = encoded(op, result, raw, shared)
         self._output.add_errors(op, rows.errors, rows.exactness)
-        codes, scales = rows.coded
+        codes, scales, zeros = rows.coded
         self._output.take(op, skipped, codes.numel(), self._fetcher(codes))
         self._emit_scales(op, scales, skipped * 8 // op.expression.cast.bits)
+        if op.zero_points is not None and zeros is not None:
+            self._emit_made(op, "zero_points", zeros, skipped * 8 // op.expression.cast.bits)
 
     def _emit_scales(self, op: OpJob, scales: torch.Tensor, start: int) -> None:
         if op.scales is not None:
-            encode, columns = op.encoding, op.parts[0].columns
-            before = start // (encode.scale_row_height * columns) * encode.scales_nbytes(columns)
-            self._output.take(op.scales, before, scales.numel(), self._fetcher(scales), aside=True)
+            self._emit_made(op, "scales", scales, start)
+
+    def _emit_made(self, op: OpJob, what: Made, data: torch.Tensor, start: int) -> None:
+        """Hand over what was made with codes; ``start``: the op's first element that it was made with."""
+        columns, into = op.parts[0].columns, getattr(op, what)
+        before = op.encoding.made_nbytes(what, start // columns, columns)
+        self._output.take(into, before, data.numel(), self._fetcher(data), aside=True)
 
     def _fetcher(self, data: torch.Tensor) -> Fill:
         def fill(done: int, target: torch.Tensor) -> Arrival | None:

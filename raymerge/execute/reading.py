@@ -47,10 +47,12 @@ class RawCodes:
     scales: torch.Tensor
     tensor_scale: torch.Tensor
     """The one scale of their matrix, uint8; empty where there is none."""
+    zero_points: torch.Tensor
+    """uint8; empty where there are none."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.codes, self.scales, self.tensor_scale
+        return self.codes, self.scales, self.tensor_scale, self.zero_points
 
     @property
     def count(self) -> int:
@@ -91,6 +93,11 @@ class TileJob:
         if self.count == self.op.num_elements:
             return scales.offset, scales.nbytes
         return scales.of(self.start, self.count)
+
+    def zeros_span(self, scales: Scales) -> tuple[int, int]:
+        if self.count == self.op.num_elements:
+            return scales.zeros_offset, scales.zeros_nbytes
+        return scales.zeros_of(self.start, self.count)
 
     def window(self, source: GatheredInput) -> tuple[int, int]:
         """The rows of a gathered input that hold the tile: first and stop."""
@@ -205,7 +212,7 @@ def _padded(op: OpJob) -> list[GatheredInput]:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _ELEMENT = 64
 """Bytes that begin at a multiple of this are aligned for elements of any dtype."""
-_ITSELF, _SCALES, _TENSOR_SCALE = range(3)
+_PARTS = _ITSELF, _SCALES, _TENSOR_SCALE, _ZERO_POINTS = tuple(range(4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +222,7 @@ class _Wanted:
     tile: int
     number: int
     what: int
-    """Whether they are the input itself, the scales of its codes, or the one scale of their matrix."""
+    """Whether they are the input itself, the scales of its codes, the one of their matrix, or zero points."""
     source: int
     key: str
     range: Range
@@ -280,7 +287,7 @@ class LoadReader:
         for request, begin in zip(requests, self._fetched(load, requests, again=again), strict=True):
             for each in request.members:
                 first = begin + each.range.offset - request.extent.offset
-                own = raw_inputs.setdefault((each.tile, each.number), [_NOTHING] * 3)
+                own = raw_inputs.setdefault((each.tile, each.number), [_NOTHING] * len(_PARTS))
                 own[each.what] = request.region[first : first + each.range.nbytes]
         repeated = [tile.op.repeated for tile in load.tiles]
         self.read_bytes += sum(each.range.nbytes for each in needed if not repeated[each.tile][each.number])
@@ -292,7 +299,7 @@ class LoadReader:
                 if isinstance(source, GatheredInput):
                     inputs.append(self._rows(tile, number, source, rest))
                     continue
-                data, *scales = raw_inputs.get((position, number), [_NOTHING] * 3)
+                data, *scales = raw_inputs.get((position, number), [_NOTHING] * len(_PARTS))
                 if source.scales is not None and any(map(len, scales)):
                     inputs.append(RawCodes(source, source.scales, data, *scales))
                 else:
@@ -436,6 +443,7 @@ def _wanted(load: Load) -> Iterator[_Wanted]:
                 spans.append((_SCALES, scales.key, tile.scales_span(scales)))
                 whole = scales.tensor_offset, scales.tensor_nbytes
                 spans.append((_TENSOR_SCALE, scales.tensor_key, whole))
+                spans.append((_ZERO_POINTS, scales.zeros_key, tile.zeros_span(scales)))
             for what, key, (offset, nbytes) in spans:
                 if nbytes:
                     yield _Wanted(position, number, what, each.source, key, Range(offset, nbytes))

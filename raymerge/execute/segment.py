@@ -101,12 +101,13 @@ def _reach(device: torch.device) -> None:
 
 def _encode(encode: Encoding, device: torch.device) -> None:
     unit = math.lcm(encode.block[1] or 1, _CODES_OF_ELEMENT)
-    quant_spec = encode.quant_spec((encode.scale_row_height, -(-_CODED_COLUMNS // unit) * unit))
+    quant_spec = encode.quant_spec((encode.cut_height, -(-_CODED_COLUMNS // unit) * unit))
     codec, values = codec_of(encode.format), torch.zeros(quant_spec.shape, device=device)
     whole = None if encode.tensor_scale_dtype is None else torch.ones((), device=device)
     encoded = codec.encode(quant_spec, values, tensor_scale=whole)
     scale_row_scales = encoded.scales if quant_spec.scale_row_length else None
-    codec.encode(quant_spec, values, given_scales=scale_row_scales, tensor_scale=whole)
+    zeros = encoded.zero_points
+    codec.encode(quant_spec, values, given_scales=scale_row_scales, given_zeros=zeros, tensor_scale=whole)
     codec.error_sums(
         quant_spec, codec.decode(quant_spec, *encoded, tensor_scale=whole), encoded, tensor_scale=whole
     )

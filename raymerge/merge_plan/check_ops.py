@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
+from raymerge.checkpoints.quantisation.encoding import Encoding, Made, QuantSpec
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.merge_plan.expressions import RENUMBER, Expression, scales_part
+from raymerge.merge_plan.expressions import MADE, RENUMBER, Expression, made_part
 from raymerge.merge_plan.plan import (
     Flags,
     Ints,
@@ -262,11 +262,21 @@ def _check_parts(check: Check) -> None:
     check.flag("ops", is_flat != plain, "is_flat is wrong")
     check.flag("ops", check.is_copy & ~plain, "a copy of bytes has parts or views")
     filled = sums(ops.num_parts, check.part_sizes)
-    check.flag("ops", ~is_flat & (filled != ops.num_elements), "its parts do not fill it")
+    is_padded = _are_padded(check)
+    check.flag("ops", ~is_flat & ~is_padded & (filled != ops.num_elements), "its parts do not fill it")
     _check_pieces(check, is_flat)
     _check_views(check, "parts", "shape", span=ops.num_elements[check.op_of_part])
     if not check.problems:
-        _check_coverage(check, is_flat)
+        _check_coverage(check, is_flat | is_padded)
+
+
+def _are_padded(check: Check) -> Flags:
+    """Whether ops of codes are all rows of their one part, each with unused codes at its end."""
+    ops, first, row = check.ops, check.first_parts, _padded_rows(check)
+    encodes = check.of_ops(lambda each: each.encode is not None) == 1
+    num_rows = check.part_sizes[first] // np.maximum(1, check.last_sides[first])
+    is_whole = (num_rows * row[first] == ops.num_elements) & (check.parts.view_offset[first] == 0)
+    return np.asarray((ops.num_parts == 1) & encodes & (row[first] > 0) & is_whole, dtype=np.bool_)
 
 
 def _holds_view(check: Check) -> Flags:
@@ -564,13 +574,11 @@ def _areas(height: Ints, width: Ints) -> Ints:
 
 # Scales -----------------------------------------------------------------------------------------------
 
-_KINDS: Mapping[str, bool] = {"scales": False, "tensor_scale": True}
-"""Columns of ops that name ops of scales, with whether these are the one scale of a matrix."""
-
 
 def smallest_quant_spec(encoding: Encoding) -> QuantSpec:
     """How an encoding stores the smallest matrix. Raises ValueError: no matrix is stored so."""
-    return encoding.quant_spec((encoding.scale_row_height, encoding.block[1] or 1))
+    per_element = max(1, encoding.format.code_dtype.bits // encoding.format.code_bits)
+    return encoding.quant_spec((encoding.cut_height, lcm(encoding.block[1] or 1, per_element)))
 
 
 def check_scales(check: Check) -> None:
@@ -595,6 +603,10 @@ class _ScaleRows(NamedTuple):
     num_dimensions: Ints
     tensor_scale_nbytes: Ints
     """Bytes of the one scale of the whole matrix; 0 for none."""
+    cut_elements: Ints
+    """Elements of the rows between whose runs a matrix may be cut."""
+    zeros_nbytes: Ints
+    """Bytes of the zero points of so many; 0 for none."""
 
 
 def _scale_rows(encodings: Sequence[Encoding], number: Ints, columns: Ints) -> _ScaleRows:
@@ -622,6 +634,8 @@ def _scale_row(encoding: Encoding, columns: int) -> tuple[int, ...]:
         prod(row),
         len(row),
         whole,
+        quant_spec.cut_height * columns,
+        encoding.made_nbytes("zero_points", quant_spec.cut_height, columns),
     )
 
 
@@ -636,7 +650,9 @@ def _check_read(check: Check) -> None:
     flag = partial(check.flag, "inputs", of=which)
     own, part, op = inputs.scales[which], check.part_of_input[which], check.op_of_input[which]
     scale_rows = _ScaleRows(*(values[own] for values in scale_rows))
-    _check_scale_files(check, which, scale_rows.tensor_scale_nbytes)
+    count, columns = (inputs.nbytes * 8 // _bits(inputs))[which], scales.columns[own]
+    zeros = -(-count // scale_rows.cut_elements) * scale_rows.zeros_nbytes
+    _check_scale_files(check, which, scale_rows.tensor_scale_nbytes, zeros)
     dtype, words = inputs.words("dtype")
     numbers = {word: number for number, word in enumerate(words)}
     of_codes = [numbers.get(each.format.element_dtype.value, -1) for each in check.encodings]
@@ -644,13 +660,14 @@ def _check_read(check: Check) -> None:
     flag(other, "it is no codes of the encoding of its scales")
     flag(check.is_copy[op], "a copy of bytes has scales")
     flag(inputs.gather[which] >= 0, "it is made of rows of other tensors, and has scales")
-    count, columns = (inputs.nbytes * 8 // _bits(inputs))[which], scales.columns[own]
     flag(count % columns != 0, "its codes are no whole rows")
     expected = -(-count // scale_rows.elements) * scale_rows.scales_nbytes
     flag(scales.nbytes[own] != expected, "its scales are not those of its codes")
-    broken = _cuts_scale_rows(check, op, part, scale_rows.elements)
+    broken = _cuts_scale_rows(check, op, part, scale_rows.cut_elements)
     flag(broken, "it is a piece that does not begin and end between scale rows")
-    flag(_spans_matrices(check, part, scale_rows.elements), "its scale rows are not those of its matrices")
+    flag(
+        _spans_matrices(check, part, scale_rows.cut_elements), "its scale rows are not those of its matrices"
+    )
     lengths, strides = inputs.lists["view_strides"]
     # Of a matrix within a tensor one stride is that of its rows, or of every other one of them.
     apart = maxima(lengths, strides)[which] % columns != 0
@@ -658,19 +675,22 @@ def _check_read(check: Check) -> None:
     flag(wrong, "its scales are those of other columns")
 
 
-def _check_scale_files(check: Check, which: Ints, nbytes: Ints) -> None:
-    """Scales lie within a file of the source that their codes are read from; ``nbytes`` are those of the one
-    scale of the whole matrix."""
+def _check_scale_files(check: Check, which: Ints, of_matrix: Ints, zeros: Ints) -> None:
+    """Scales and zero points lie within a file of the source that their codes are read from; given are bytes
+    of the one scale of the whole matrix, and of the zero points."""
     table = Columns(check.scales.table.take(check.inputs.scales[which]))
     source = check.inputs.source[which]
     outside = _outside_files(check, source, table.words("key"), table.offset, table.nbytes)
     check.flag("inputs", outside, "its scales are not within a file of its source", of=which)
-    key, place = table.words("tensor_key"), table.tensor_offset
-    unnamed = np.array([not word for word in key[1]], dtype=np.bool_)[key[0]]
-    outside = _outside_files(check, source, key, place, nbytes)
-    wrong = np.where(nbytes > 0, outside, ~unnamed | (place != 0))
-    what = "the scale of its whole tensor is not within a file of its source"
-    check.flag("inputs", wrong, what, of=which)
+    for what, named, place, nbytes in (
+        ("the scale of its whole tensor is", "tensor_key", table.tensor_offset, of_matrix),
+        ("its zero points are", "zeros_key", table.zeros_offset, zeros),
+    ):
+        key = table.words(named)
+        unnamed = np.array([not word for word in key[1]], dtype=np.bool_)[key[0]]
+        outside = _outside_files(check, source, key, place, nbytes)
+        wrong = np.where(nbytes > 0, outside, ~unnamed | (place != 0))
+        check.flag("inputs", wrong, f"{what} not within a file of its source", of=which)
 
 
 def _cuts_scale_rows(check: Check, op: Ints, part: Ints, elements: Ints) -> Flags:
@@ -699,7 +719,7 @@ def _spans_matrices(check: Check, part: Ints, elements: Ints) -> Flags:
 def _check_tied(check: Check) -> None:
     """Ops of scales and of codes that are made point at each other, and no others do."""
     ops, index = check.ops, np.arange(len(check.ops))
-    named: dict[str, Ints] = {name: getattr(ops, name) for name in ("made_with", *_KINDS)}
+    named: dict[str, Ints] = {name: getattr(ops, name) for name in ("made_with", *MADE)}
     for name, values in named.items():
         check.flag("ops", (values < -1) | (values >= len(index)), f"{name} is not one of {len(index)}")
     if check.problems:
@@ -707,25 +727,25 @@ def _check_tied(check: Check) -> None:
     made_with, made = named["made_with"], ops.copy_of < 0
     is_scales = check.of_ops(lambda each: each.is_scales) == 1
     check.flag("ops", (made_with >= 0) != (is_scales & made), "made_with is not said of scales alone")
-    of_matrix = check.of_ops(lambda each: each.is_tensor_scale)
     copies = ops.lists["also"][0]
-    for name, is_tensor_scale in _KINDS.items():
+    for name in MADE:
         own = named[name]
-        makes = partial(_makes, is_tensor_scale=is_tensor_scale)
-        expected = (check.of_ops(makes) == 1) & made
+        expected = (check.of_ops(partial(_makes, what=name)) == 1) & made
         check.flag("ops", (own >= 0) != expected, f"{name} is not said of codes alone")
-        lost = (made_with >= 0) & (of_matrix == is_tensor_scale) & (own[made_with] != index)
+        is_such = check.of_ops(partial(_is_made, what=name)) == 1
+        lost = (made_with >= 0) & is_such & (own[made_with] != index)
         check.flag("ops", lost, "the op that it is made with does not name it as its scales")
         lost = (own >= 0) & (made_with[own] != index)
         check.flag("ops", lost, "its scales are made with another op")
         check.flag("ops", (own >= 0) & (copies[own] != copies), "its scales have other copies than it has")
 
 
-def _makes(expression: Expression, *, is_tensor_scale: bool) -> bool:
-    encode = expression.encode
-    if encode is None:
-        return False
-    return encode.tensor_scale_dtype is not None if is_tensor_scale else encode.scales_nbytes(1) > 0
+def _makes(expression: Expression, *, what: Made) -> bool:
+    return expression.encode is not None and expression.encode.made_dtype(what) is not None
+
+
+def _is_made(expression: Expression, *, what: Made) -> bool:
+    return expression.method == what
 
 
 def _check_joined(check: Check) -> None:
@@ -756,9 +776,11 @@ def _check_codes(check: Check) -> None:
     if check.problems or not len(which):
         return
     ops, first = check.ops, check.first_parts[which]
-    broken = _cuts_scale_rows(check, which, first, scale_rows.elements)
+    broken = _cuts_scale_rows(check, which, first, scale_rows.cut_elements)
     flag(broken, "it is a piece that does not begin and end between scale rows")
-    flag(_spans_matrices(check, first, scale_rows.elements), "its scale rows are not those of its matrices")
+    flag(
+        _spans_matrices(check, first, scale_rows.cut_elements), "its scale rows are not those of its matrices"
+    )
     lengths, sizes = check.tensors.lists["shape"]
     tensor = ops.tensor[which]
     last = (starts(lengths) + lengths)[tensor] - 1
@@ -782,35 +804,36 @@ def _check_made(check: Check) -> None:
     encoded, scale_rows = _encoded(check)
     ops = check.ops
     cast = np.array([each.cast for each in check.expressions])
-    per_scale_row = -(-ops.num_elements[encoded] // scale_rows.elements) * scale_rows.scales_nbytes
-    for name, is_tensor_scale in _KINDS.items():
+    count = ops.num_elements[encoded]
+    expected: Mapping[Made, Ints] = {
+        "scales": -(-count // scale_rows.elements) * scale_rows.scales_nbytes,
+        "tensor_scale": scale_rows.tensor_scale_nbytes,
+        "zero_points": -(-count // scale_rows.cut_elements) * scale_rows.zeros_nbytes,
+    }
+    for name in MADE:
         own: Ints = getattr(ops, name)[encoded]
         has = own >= 0
         which, own = encoded[has], own[has]
-        named = np.array([_scale_dtype(each, is_tensor_scale=is_tensor_scale) for each in check.expressions])
+        named = np.array([_made_dtype(each, name) for each in check.expressions])
         other = cast[ops.expression[own]] != named[ops.expression[which]]
         check.flag("ops", other, "it is of another dtype than the scales of its codes", of=own)
-        expected = scale_rows.tensor_scale_nbytes if is_tensor_scale else per_scale_row
-        check.flag(
-            "ops", ops.nbytes[own] != expected[has], "it is not as many scales as its codes have", of=own
-        )
-        _check_pairs(check, which, own, is_tensor_scale=is_tensor_scale)
+        other = ops.nbytes[own] != expected[name][has]
+        check.flag("ops", other, "it is not as many scales as its codes have", of=own)
+        _check_pairs(check, which, own, name)
 
 
-def _scale_dtype(expression: Expression, *, is_tensor_scale: bool) -> DType:
-    """Dtype of the scales of an expression's codes; where it makes none, of its own bytes."""
+def _made_dtype(expression: Expression, what: Made) -> DType:
+    """Dtype of what is made with an expression's codes; where nothing is, of its own bytes."""
     encode = expression.encode
-    if encode is None:
-        return expression.cast
-    return (encode.tensor_scale_dtype if is_tensor_scale else encode.scale_dtype) or expression.cast
+    return (None if encode is None else encode.made_dtype(what)) or expression.cast
 
 
-def _check_pairs(check: Check, made: Ints, scales: Ints, *, is_tensor_scale: bool) -> None:
+def _check_pairs(check: Check, made: Ints, scales: Ints, what: Made) -> None:
     """Scales are those of the same matrix, and of pieces in the order of these, in one tensor."""
     number, words = check.parts.words("logical")
     part, tensor = check.first_parts, check.ops.tensor
     names = zip(number[part[made]].tolist(), number[part[scales]].tolist(), strict=True)
-    called = [scales_part(word, is_tensor_scale=is_tensor_scale) for word in words]
+    called = [made_part(word, what) for word in words]
     other = np.array([words[own] != called[one] for one, own in names], dtype=np.bool_)
     check.flag("ops", other, "it is called the scales of another matrix than its codes are", of=scales)
     same = np.diff(tensor[made]) == 0
@@ -821,7 +844,16 @@ def _check_pairs(check: Check, made: Ints, scales: Ints, *, is_tensor_scale: boo
 def _part_columns(check: Check) -> Ints:
     """Elements of a row of the tensor that each part lies in, be it as it is there or transposed."""
     apart = last_values(*check.parts.lists["view_strides"], default=1)
-    return np.where(apart > 1, apart, check.last_sides)
+    padded = _padded_rows(check)
+    return np.where(apart > 1, apart, np.where(padded > 0, padded, check.last_sides))
+
+
+def _padded_rows(check: Check) -> Ints:
+    """Elements of a row of the tensor, of parts that leave out the end of each row; 0 of others."""
+    lengths, strides = check.parts.lists["view_strides"]
+    apart, first = last_values(lengths, strides, default=1), np.append(strides, 0)[starts(lengths)]
+    is_padded = (lengths == 2) & (apart == 1) & (first % np.maximum(1, check.last_sides) != 0)
+    return np.where(is_padded, first, 0)
 
 
 def _encoded(check: Check) -> tuple[Ints, _ScaleRows]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from raymerge.checkpoints.header import TensorSpec
-from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
+from raymerge.checkpoints.quantisation.encoding import Encoding, Made, QuantSpec
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import BLOCK, ROW_GROUP, Access, Method, Settings, Takes, find_method
 
 COPY = "copy"
 CONSTANT = "constant"
-SCALES = "scales"
-TENSOR_SCALE = "tensor_scale"
+MADE: Mapping[Made, str] = MappingProxyType(
+    {"scales": "scales", "tensor_scale": "scale", "zero_points": "zero points"}
+)
+"""What is made with codes, which names the expressions of it, and what it is called there."""
 LARGEST = "largest"
 RENUMBER = "renumber"
 
@@ -30,7 +33,7 @@ class Expression:
     constant has its bytes in its settings."""
 
     method: str
-    """Method name, or ``copy``, ``constant`` or ``scales``."""
+    """Method name, or ``copy``, ``constant`` or one of ``MADE``."""
     has_base: bool
     """Whether the first read of each part is the base."""
     settings: str
@@ -44,11 +47,7 @@ class Expression:
     @cached_property
     def is_scales(self) -> bool:
         """Whether the bytes are made with those of other ops."""
-        return self.method in (SCALES, TENSOR_SCALE)
-
-    @cached_property
-    def is_tensor_scale(self) -> bool:
-        return self.method == TENSOR_SCALE
+        return self.method in MADE
 
     @cached_property
     def is_copy(self) -> bool:
@@ -101,7 +100,8 @@ class Expression:
         if self.is_copy:
             return "read copy"
         if self.is_scales:
-            return "scale of all codes" if self.is_tensor_scale else "scales of codes"
+            words = self.method.replace("_", " ")
+            return "scale of all codes" if self.method == "tensor_scale" else f"{words} of codes"
         if self.is_constant:
             return f"bytes {self.content.hex()}"
         method = self.definition
@@ -141,14 +141,14 @@ def conversion_expression(dtype: DType, encode: Encoding | None = None) -> Expre
     return Expression("passthrough", False, '{"sources":[{}],"values":{}}', dtype, encode)
 
 
-def scales_expression(dtype: DType, *, is_tensor_scale: bool = False) -> Expression:
-    """The expression of scales that are made with their codes, and not by themselves."""
-    return Expression(TENSOR_SCALE if is_tensor_scale else SCALES, False, '{"sources":[],"values":{}}', dtype)
+def made_expression(dtype: DType, what: Made) -> Expression:
+    """The expression of what is made with codes, and not by itself."""
+    return Expression(what, False, '{"sources":[],"values":{}}', dtype)
 
 
-def scales_part(logical: str, *, is_tensor_scale: bool = False) -> str:
+def made_part(logical: str, what: Made) -> str:
     """What the scales of a logical tensor are called where they are made with its codes."""
-    return f"{logical} scale" if is_tensor_scale else f"{logical} scales"
+    return f"{logical} {MADE[what]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,9 @@ class Scales:
     tensor_key: str = ""
     """File of the one scale of the whole tensor; "" where there is none."""
     tensor_offset: int = 0
+    zeros_key: str = ""
+    """File of the zero points of the blocks; "" where there are none."""
+    zeros_offset: int = 0
 
     @property
     def tensor_nbytes(self) -> int:
@@ -172,19 +175,38 @@ class Scales:
         return 0 if dtype is None else dtype.nbytes(1)
 
     @property
+    def zeros_nbytes(self) -> int:
+        encoding = self.encoding
+        if encoding.format.zero_points is None:
+            return 0
+        num_rows = self.nbytes // encoding.scales_nbytes(self.columns) * encoding.scale_row_height
+        return encoding.made_nbytes("zero_points", num_rows, self.columns)
+
+    @property
     def read_nbytes(self) -> int:
-        return self.nbytes + self.tensor_nbytes
+        return self.nbytes + self.tensor_nbytes + self.zeros_nbytes
 
     @property
     def unit(self) -> int:
-        """Elements that scales are read for together: those of a scale row."""
-        return self.encoding.scale_row_height * self.columns
+        """Elements that scales and zero points are read for together."""
+        return self.encoding.cut_height * self.columns
 
     def of(self, first: int, count: int) -> tuple[int, int]:
         """First byte and number of bytes of the scales of a run of elements that begins at a unit."""
-        per_unit = self.encoding.scales_nbytes(self.columns)
-        begin, end = first // self.unit * per_unit, -(-(first + count) // self.unit) * per_unit
-        return self.offset + begin, end - begin
+        return self._run("scales", self.offset, first, count)
+
+    def zeros_of(self, first: int, count: int) -> tuple[int, int]:
+        return self._run("zero_points", self.zeros_offset, first, count)
+
+    def _run(self, what: Made, offset: int, first: int, count: int) -> tuple[int, int]:
+        begin = self.encoding.made_nbytes(what, first // self.columns, self.columns)
+        end = self.encoding.made_nbytes(what, -(-(first + count) // self.columns), self.columns)
+        return offset + begin, end - begin
+
+    def part(self, first: int, count: int) -> Scales:
+        """Those of a run of elements that begins at a unit."""
+        (offset, nbytes), (zeros_offset, _) = self.of(first, count), self.zeros_of(first, count)
+        return replace(self, offset=offset, nbytes=nbytes, zeros_offset=zeros_offset)
 
 
 class Read(NamedTuple):
@@ -381,6 +403,8 @@ class QuantisedOutput:
     others: tuple[Output, ...] = ()
     tensor_scale: TensorSpec | None = None
     """The tensor of the one scale of each matrix, where that is made with the codes."""
+    zero_points: str = ""
+    """Name of the tensor of zero points that are made with the codes; "" for none."""
     joined: str = ""
     """The matrix that servers join this one to; those of one are made with the same scale. "" for none."""
 
@@ -396,8 +420,8 @@ class Output(NamedTuple):
     packed: QuantisedOutput | None = None
     """How it is stored where it is codes with scales: name, dtype and shape are then those of the numbers."""
     scales_of: str = ""
-    """The tensor of codes whose scales these are: each op is made with that one's op; "" for none."""
-    is_tensor_scale: bool = False
-    """Whether they are the one scale of each matrix, and not those of blocks."""
+    """The tensor of codes that these are made with: each op with that one's op; "" for none."""
+    made: Made = "scales"
+    """Which of what is made with those codes this is."""
     joined: str = ""
     """Of codes: outputs with the same word here share the one scale of their matrices; "" for none."""

@@ -43,7 +43,7 @@ def _of_inputs(plan: Plan) -> list[Files]:
     """The files that each input is read from: with its scales, and with all inputs that it is gathered
     from."""
     gathered = _of_gathers(plan)
-    scales = list(plan.columns("scales", "key", "tensor_key"))
+    scales = list(plan.columns("scales", "key", "tensor_key", "zeros_key"))
     files: list[Files] = []
     for source, key, gather, own in plan.columns("inputs", "source", "key", "gather", "scales"):
         keys = (key, *(scales[own] if own >= 0 else ()))

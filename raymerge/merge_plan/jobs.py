@@ -137,6 +137,7 @@ class OpJob:
     """The op of the scales that are made with it, where its bytes are codes."""
     tensor_scale: OpJob | None = None
     """The op of the one scale that all of its codes share, where there is one."""
+    zero_points: OpJob | None = None
     joined_with: tuple[OpJob, ...] = ()
     """Ops of codes that are to have the same one scale; they are made by themselves."""
     copy_of: int = -1
@@ -245,8 +246,10 @@ class Jobs:
         def aimed(job: OpJob) -> OpJob:
             return replace(job, places=tuple(places.get(job.index, (("", job.places[0][1]),))))
 
-        scales, tensor_scale = op.scales and aimed(op.scales), op.tensor_scale and aimed(op.tensor_scale)
-        return replace(aimed(op), scales=scales, tensor_scale=tensor_scale)
+        scales, of_tensor, zeros = (
+            each and aimed(each) for each in (op.scales, op.tensor_scale, op.zero_points)
+        )
+        return replace(aimed(op), scales=scales, tensor_scale=of_tensor, zero_points=zeros)
 
     def _run(self, first: int, count: int) -> tuple[OpJob, ...]:
         """Some ops that follow on each other, but for those that another op writes."""
@@ -283,6 +286,7 @@ class Jobs:
             places=tuple((self._shards[shard], offset) for shard, offset in places),
             scales=self._made_with(row.scales),
             tensor_scale=self._made_with(row.tensor_scale),
+            zero_points=self._made_with(row.zero_points),
             copy_of=row.copy_of,
         )
 

@@ -320,7 +320,7 @@ def op_need(expression: Expression, inputs: Sequence[InputNeed], size: OpSize) -
     read = [each for each in inputs if not each.is_repeated]
     stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in read) / max(1, num_elements)
     packed = [each.scales for each in inputs if each.scales is not None]
-    beside = sum((each.nbytes > 0) + (each.tensor_nbytes > 0) for each in packed)
+    beside = sum((each.nbytes > 0) + (each.tensor_nbytes > 0) + (each.zeros_nbytes > 0) for each in packed)
     margin = READ_MARGIN * (len(inputs) + beside)
     method = expression.definition
     if expression.is_copy or method is None:
@@ -347,7 +347,7 @@ def op_need(expression: Expression, inputs: Sequence[InputNeed], size: OpSize) -
     unit = _unit(expression, method, size, gathers)
     scale_rows = [each.unit for each in packed]
     if expression.encode is not None:
-        scale_rows.append(expression.encode.scale_row_height * size.columns // size.num_parts)
+        scale_rows.append(expression.encode.cut_height * size.columns // size.num_parts)
     if is_flat and scale_rows:
         is_elementwise = method.access_with(expression.bind(keys=(), shape=size.shape)) is Access.ELEMENT
         unit = math.lcm(1 if is_elementwise else unit, *scale_rows)
@@ -372,7 +372,7 @@ def _goes_in_pieces(
         coded += [(part.view, expression.encode, columns) for part in parts]
     return all(
         columns > 0
-        and encoding.scale_row_height == 1
+        and encoding.cut_height == 1
         and encoding.tensor_scale_dtype is None
         and width == columns
         and (view is None or view.has_whole_rows)
@@ -648,7 +648,7 @@ def _part_sizes(plan: Plan) -> Mapping[int, PartSize]:
 
 def _sized(scales: Scales) -> Scales:
     """Scales by what memory hangs on, so that those of equal tensors are equal."""
-    return replace(scales, key="", offset=0, tensor_key="", tensor_offset=0)
+    return replace(scales, key="", offset=0, tensor_key="", tensor_offset=0, zeros_key="", zeros_offset=0)
 
 
 def _shapes(plan: Plan) -> tuple[list[int], list[int]]:

@@ -21,7 +21,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.expressions import Expression
 
-FORMAT = 5
+FORMAT = 6
 """Version of the tables' meaning; a plan of another version is not resumed."""
 
 _TYPES: Mapping[str, pa.DataType] = {
@@ -40,12 +40,12 @@ _COLUMNS = {
     "check_finite bool",
     "ops": "tensor int32, shard int32, offset int64, nbytes int64, first_element int64, "
     "num_elements int64, expression int32, is_flat bool, copy_of int64, made_with int64, scales int64, "
-    "tensor_scale int64, joined_with list, also list, first_part int64, num_parts int32, "
+    "tensor_scale int64, zero_points int64, joined_with list, also list, first_part int64, num_parts int32, "
     "first_input int64, num_inputs int32",
     "parts": "logical string, shape list, view_offset int64, view_strides list",
     "inputs": f"part int32, {_READ}, {_VIEW}, gather int64, scales int64",
     "scales": "encoding int32, columns int64, key string, offset int64, nbytes int64, tensor_key string, "
-    "tensor_offset int64",
+    "tensor_offset int64, zeros_key string, zeros_offset int64",
     "gathers": "num_rows int64, num_columns int64, real_rows int64, first_gather_input int64, "
     "num_gather_inputs int32, first_run int64, num_runs int64",
     "gather_inputs": f"{_READ}, {_VIEW}, num_rows int64, rank int64, scale double, transposed bool, "
@@ -270,6 +270,7 @@ def input_bytes(plan: Plan) -> Ints:
     dtypes = [each.tensor_scale_dtype for each in plan.encodings]
     of_matrix = np.array([0 if dtype is None else dtype.nbytes(1) for dtype in dtypes], dtype=np.int64)
     of_scales = ints(plan["scales"], "nbytes") + of_matrix[ints(plan["scales"], "encoding")]
+    of_scales += _zeros_nbytes(plan)
     nbytes[scales >= 0] += of_scales[scales[scales >= 0]]
     which = number >= 0
     own = number[which]
@@ -280,6 +281,19 @@ def input_bytes(plan: Plan) -> Ints:
     nbytes[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
     nbytes[repeated_inputs(plan)] = 0
     return nbytes
+
+
+def _zeros_nbytes(plan: Plan) -> Ints:
+    """Bytes of the zero points that each of the scales is read with ``[scales]``."""
+    result = np.zeros(len(plan["scales"]), dtype=np.int64)
+    encodings, named = plan.encodings, ints(plan["scales"], "encoding")
+    with_zeros = [number for number, each in enumerate(encodings) if each.format.zero_points is not None]
+    for which in np.flatnonzero(np.isin(named, with_zeros)).tolist():
+        row = plan["scales"].slice(which, 1).to_pylist()[0]
+        encoding, columns = encodings[row["encoding"]], row["columns"]
+        num_rows = row["nbytes"] // encoding.scales_nbytes(columns) * encoding.scale_row_height
+        result[which] = encoding.made_nbytes("zero_points", num_rows, columns)
+    return result
 
 
 def joined_sums(plan: Plan, of_ops: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.merge_plan.expressions import (
     LARGEST,
+    MADE,
     Op,
     Output,
     Part,
     Read,
     group_multiple,
-    scales_expression,
-    scales_part,
+    made_expression,
+    made_part,
 )
 from raymerge.methods import BLOCK
 
@@ -87,8 +87,8 @@ def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]
                 offset += piece.nbytes
             made[tensor.name] = range(begin, len(placed))
     _join(placed, [(each.joined, made[each.name]) for each in outputs if each.joined])
-    for is_tensor_scale in (False, True):
-        scales = [o for o in outputs if o.scales_of and o.is_tensor_scale is is_tensor_scale]
+    for what in MADE:
+        scales = [o for o in outputs if o.scales_of and o.made == what]
         _tie_scales(placed, [(made[each.scales_of], made[each.name]) for each in scales])
     return tuple(placed)
 
@@ -100,16 +100,15 @@ def _pieces(output: Output, target: int) -> Iterator[tuple[int, Op]]:
 
 def _scales_cut(scales: Output, codes: Output, target: int) -> Iterator[tuple[int, Op]]:
     """The ops of the scales of an output of codes: one to each of its pieces."""
-    is_one = scales.is_tensor_scale
-    expression = scales_expression(scales.dtype, is_tensor_scale=is_one)
+    expression = made_expression(scales.dtype, scales.made)
     for _, piece in _pieces(codes, target):
         encode, (part, *_) = piece.expression.encode, piece.parts
         if encode is None:
             raise ValueError(f"{codes.name} has scales and is no codes")
         columns = part.columns
-        scale_rows = -(-piece.num_elements // (encode.scale_row_height * columns))
-        count = 1 if is_one else scale_rows * encode.scales_nbytes(columns) * 8 // encode.scale_dtype.bits
-        made = Part(scales_part(part.logical, is_tensor_scale=is_one), (count,), None)
+        nbytes = encode.made_nbytes(scales.made, piece.num_elements // columns, columns)
+        count = nbytes * 8 // scales.dtype.bits
+        made = Part(made_part(part.logical, scales.made), (count,), None)
         yield 0, Op(count, expression, (made,), ())
 
 
@@ -197,7 +196,7 @@ def _unit(op: Op) -> int:
     columns = [read.gather.num_columns for read in op.reads if read.gather is not None]
     scale_rows = [read.scales.unit for read in op.reads if read.scales is not None]
     if op.expression.encode is not None:
-        scale_rows.append(op.expression.encode.scale_row_height * op.parts[0].columns)
+        scale_rows.append(op.expression.encode.cut_height * op.parts[0].columns)
     if scale_rows:
         return math.lcm(*scale_rows)
     return group_multiple(max(columns)) if columns else BLOCK
@@ -213,9 +212,6 @@ def _divides(op: Op) -> bool:
 def _sub_read(read: Read, first: int, count: int) -> Read:
     if read.gather is not None:
         return read
-    scales = read.scales
-    if scales is not None:
-        offset, nbytes = scales.of(first, count)
-        scales = replace(scales, offset=offset, nbytes=nbytes)
+    scales = None if read.scales is None else read.scales.part(first, count)
     offset = read.offset + read.dtype.nbytes(first)
     return read._replace(offset=offset, nbytes=read.dtype.nbytes(count), scales=scales)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,16 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.dispositions import Disposition
-from raymerge.merge_plan.expressions import Expression, Gather, GatherInput, Output, Product, Read, Scales
+from raymerge.merge_plan.expressions import (
+    MADE,
+    Expression,
+    Gather,
+    GatherInput,
+    Output,
+    Product,
+    Read,
+    Scales,
+)
 from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import PlacedOp, Segment
 from raymerge.storage.local.store import LocalStore
@@ -35,8 +45,8 @@ _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, Overflow
 
 
 def read_scales(row: Sequence[Any], encodings: Sequence[Encoding]) -> Scales:
-    encoding, columns, key, offset, nbytes, tensor_key, tensor_offset = row
-    return Scales(encodings[encoding], columns, key, offset, nbytes, tensor_key, tensor_offset)
+    encoding, *rest = row
+    return Scales(encodings[encoding], *rest)
 
 
 def make_tables(
@@ -67,7 +77,7 @@ def make_tables(
         "files": files.items(),
         "dispositions": ((source, name, *disposition) for source, name, disposition in dispositions),
         "scales": (
-            (n, each.columns, each.key, each.offset, each.nbytes, each.tensor_key, each.tensor_offset)
+            (n, *(getattr(each, field.name) for field in fields(each)[1:]))
             for n, each in zip(encoding_numbers, scales, strict=True)
         ),
         **_gather_rows(gathers),
@@ -115,19 +125,19 @@ def _tensor_rows(
 
 def _op_rows(ops: Sequence[PlacedOp], expressions: Sequence[int]) -> Iterator[Sequence[Any]]:
     also: dict[int, list[int]] = {}
-    scales: dict[tuple[int, bool], int] = {}
+    made: dict[tuple[int, str], int] = {}
     for number, placed in enumerate(ops):
         if placed.copy_of >= 0:
             also.setdefault(placed.copy_of, []).append(number)
         if placed.made_with >= 0:
-            scales[placed.made_with, placed.op.expression.is_tensor_scale] = number
+            made[placed.made_with, placed.op.expression.method] = number
     first_part, first_input = 0, 0
     for number, (placed, expression) in enumerate(zip(ops, expressions, strict=True)):
         op = placed.op
         yield (
             *(placed.tensor, placed.shard, placed.offset, op.nbytes, placed.first_element),
             *(op.num_elements, expression, op.is_flat, placed.copy_of, placed.made_with),
-            *(scales.get((number, False), -1), scales.get((number, True), -1)),
+            *(made.get((number, what), -1) for what in MADE),
             *(placed.joined_with, also.get(number, ())),
             *(first_part, len(op.parts), first_input, len(op.reads)),
         )

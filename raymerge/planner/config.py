@@ -31,7 +31,8 @@ from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
 from raymerge.checkpoints.quantisation.formats import read_declared
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, USUAL_BLOCK
-from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC
+from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.source import Checkpoint, main_dtype
@@ -248,12 +249,16 @@ _COMPRESSED: Mapping[Format, tuple[str, str]] = MappingProxyType(
         FP8_CHANNEL: ("float-quantized", "channel"),
         FP8_TENSOR: ("float-quantized", "tensor"),
         INT4: ("pack-quantized", "group"),
+        INT4_ASYMMETRIC: ("pack-quantized", "group"),
+        INT8_CHANNEL: ("int-quantized", "channel"),
+        INT8_ASYMMETRIC: ("int-quantized", "channel"),
         MXFP4_ROWS: ("mxfp4-pack-quantized", "group"),
         NVFP4: ("nvfp4-pack-quantized", "tensor_group"),
     }
 )
 """What compressed-tensors calls a format, and what shares a scale there."""
-_BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
+_INTEGERS = frozenset({INT4, INT4_ASYMMETRIC, INT8_CHANNEL, INT8_ASYMMETRIC})
+_BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
 
 
 def fresh_table(
@@ -287,18 +292,19 @@ def _compressed(
     quant_spec: QuantSpec, plain: Sequence[str], cache: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     form, strategy = _COMPRESSED[quant_spec.format]
+    kind, has_bytes = "int" if quant_spec.format in _INTEGERS else "float", quant_spec.format.code_bits == 8
     weights = {
         "dynamic": False,
-        "group_size": None if quant_spec.format.is_fp8 else quant_spec.block[1],
+        "group_size": None if has_bytes else quant_spec.block[1],
         "num_bits": quant_spec.format.code_bits,
         **({"scale_dtype": "torch.uint8"} if quant_spec.format == MXFP4_ROWS else {}),
         "strategy": strategy,
-        "symmetric": True,
-        "type": "int" if quant_spec.format == INT4 else "float",
+        "symmetric": quant_spec.format.zero_points is None,
+        "type": kind,
     }
     group = {
         # Codes of 8 bits are for activations in 8 bits too; those of 4 bits are for plain ones.
-        "input_activations": dict(_BY_TOKEN) if quant_spec.format.is_fp8 else None,
+        "input_activations": {**_BY_TOKEN, "type": kind} if has_bytes else None,
         "output_activations": None,
         "targets": ["Linear"],
         "weights": weights,

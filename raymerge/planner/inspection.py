@@ -49,7 +49,7 @@ def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...]
     groups = [QuantisedGroup(form, None, "", False, len(own), nbytes(own), None) for form, own in rest]
     for encoding, weights in read.items():
         stored = [name for each in weights for name in each.stored]
-        bits = nbytes(stored) * _BITS / sum(prod(each.quant_spec.shape) for each in weights)
+        bits = nbytes(stored) * _BITS / sum(prod(each.quant_spec.logical_shape) for each in weights)
         kind = encoding.format.word, encoding.block, encoding.scale_dtype.value, encoding.power_of_two
         groups.append(QuantisedGroup(*kind, len(stored), nbytes(stored), round(bits, 4)))
     groups.sort(key=lambda group: (-group.nbytes, group.name))

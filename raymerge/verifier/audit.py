@@ -369,12 +369,15 @@ _TOO_OPEN = 2.0**-6
 @dataclass(frozen=True, slots=True)
 class Coding:
     steps: Floats
+    zeros: Floats | None
+    """Elements that stand for 0; None where 0 has the same code everywhere."""
     is_filled: NDArray[np.bool_]
     """Whether the block's numbers need its scale: it is made for the largest, or kept where every number is
     exactly a code."""
 
     def at(self, places: NDArray[np.int64]) -> Coding:
-        return Coding(self.steps[places], self.is_filled[places])
+        zeros = None if self.zeros is None else self.zeros[places]
+        return Coding(self.steps[places], zeros, self.is_filled[places])
 
 
 class StoredPart:
@@ -400,6 +403,8 @@ class StoredPart:
             self._blocks = Blocks(codes, joined)
             self._offset = stored_offset(read, first)
             self._steps = logical(codes.steps, read, first)
+            has_zeros = codes.encoding.format.zero_points is not None
+            self._zeros = logical(codes.zeros, read, first) if has_zeros else None
             self._are_filled = logical(self._blocks.are_filled, read, first)
 
     def peaks(self, start: int, stop: int) -> list[int]:
@@ -455,7 +460,8 @@ class StoredPart:
         if self._blocks is None:
             return None
         steps, filled = (each.read(start, stop)[0] for each in (self._steps, self._are_filled))
-        return Coding(steps, filled > 0)
+        zeros = None if self._zeros is None else self._zeros.read(start, stop)[0]
+        return Coding(steps, zeros, filled > 0)
 
     def _allowed(self, values: Floats, doubt: Floats, coding: Coding | None, actual: Floats) -> Floats:
         """Largest accepted difference of a stored element from a value: the distance of the nearest storable
@@ -463,7 +469,7 @@ class StoredPart:
         encode = self._op.expression.encode
         if coding is None or encode is None:
             return nearest_distance(self._op.expression.cast, values) + 2 * doubt
-        near = nearest_coded_distance(encode.format, values, coding.steps)
+        near = nearest_coded_distance(encode.format, values, coding.steps, coding.zeros)
         # Under a scale that its block has no need of, every number is a code times it, or the scale is wrong.
         distance = np.where(coding.is_filled, near, 0.0)
         return np.where(near < 0, -1.0, distance + 2 * doubt + 2.0**-23 * np.abs(actual))

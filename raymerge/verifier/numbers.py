@@ -104,20 +104,31 @@ def _sorted(form: Format) -> Floats:
     return np.unique(elements[np.isfinite(elements)])
 
 
-def coded_numbers(encoding: Encoding, codes: Bytes, steps: Floats) -> Floats:
-    """Codes times their steps ``[rows, columns]``: the exact product, rounded once to float32."""
+def zero_elements(form: Format, stored: Bytes, blocks: int) -> Floats:
+    """The elements that stand for 0 in each block ``[rows, blocks]``; rows come in whole runs that share
+    elements of the stored tensor."""
+    height = form.rows_of_zeros
+    packed = _elements(form)[_one_by_one(form, stored)].reshape(-1, blocks, height)
+    return packed.swapaxes(1, 2).reshape(-1, blocks)
+
+
+def coded_numbers(encoding: Encoding, codes: Bytes, steps: Floats, zeros: Floats | None = None) -> Floats:
+    """Codes, less those for 0, times their steps ``[rows, columns]``: the exact product, rounded once to
+    float32."""
     elements = _elements(encoding.format)[_one_by_one(encoding.format, codes).reshape(steps.shape)]
     with np.errstate(over="ignore"):
-        return (elements * steps).astype(np.float32).astype(np.float64)
+        products = (elements if zeros is None else elements - zeros) * steps
+        return products.astype(np.float32).astype(np.float64)
 
 
-def code_magnitudes(form: Format, codes: Bytes) -> NDArray[np.float32]:
-    return np.abs(_elements(form)).astype(np.float32)[_one_by_one(form, codes).reshape(-1)]
+def code_elements(form: Format, codes: Bytes) -> NDArray[np.float32]:
+    return _elements(form).astype(np.float32)[_one_by_one(form, codes).reshape(-1)]
 
 
 def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
     """Least magnitude of each block's largest element if the scale was made for the block, allowing for the
-    scale's rounding; 0 for the smallest storable scale, which replaces all smaller ones."""
+    scale's rounding, to the nearest or upwards; 0 for the smallest storable scale, which replaces all smaller
+    ones. Where blocks have zero points, the least distance of their outermost elements and 0."""
     form, dtype = encoding.format, encoding.scale_dtype
     smallest = _SMALLEST_SCALE.get(dtype, 2.0**-126)
     if form.reference.least_peak is not None:
@@ -129,8 +140,11 @@ def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
         _, exponents = np.frexp(scales)
         ulps = np.ldexp(1.0, np.maximum(exponents - 1, least) - bits)
         with np.errstate(divide="ignore", invalid="ignore"):
-            reach = form.reference.top * (1 - ulps / (2 * scales))
+            reach = form.reference.top * (1 - ulps / scales)
     elements = _sorted(form)
+    if form.zero_points is not None:
+        # The outermost numbers lie up to half an element from where 0 would have a code.
+        return np.where(scales <= smallest, 0.0, np.floor(reach - 0.5))
     elements = elements[elements >= 0]
     between = (elements[1:] + elements[:-1]) / 2
     peaks = elements[np.searchsorted(between, reach * (1 - 2.0**-20))]
@@ -141,14 +155,21 @@ def _one_by_one(form: Format, codes: Bytes) -> Bytes:
     return codes if form.code_bits == 8 else np.stack([codes & 15, codes >> 4], axis=1)
 
 
-def nearest_coded_distance(form: Format, values: Floats, steps: Floats) -> Floats:
-    """Distance of each value to the nearest code times its step; -1 beyond the largest."""
+def nearest_coded_distance(
+    form: Format, values: Floats, steps: Floats, zeros: Floats | None = None
+) -> Floats:
+    """Distance of each value to the nearest code, less that for 0, times its step; -1 beyond the largest."""
     elements = _sorted(form)
     with np.errstate(divide="ignore", invalid="ignore"):
-        quotients = values / steps
+        quotients = values / steps + (0.0 if zeros is None else zeros)
     place = np.clip(np.searchsorted(elements, quotients), 1, len(elements) - 1)
     below, above = elements[place - 1], elements[place]
     distance = np.minimum(np.abs(quotients - below), np.abs(quotients - above)) * np.abs(steps)
-    end = np.where(quotients < 0, elements[0], elements[-1])
-    beyond = np.abs(quotients) > np.abs(end) * form.reference.reach
+    if form.zero_points is not None:
+        # Half of a code, as zero points are whole numbers, and what rounding the scale makes of all of them.
+        reach = 0.5 + (elements[-1] - elements[0]) * 2.0**-8
+        beyond = np.abs(quotients - np.clip(quotients, elements[0], elements[-1])) > reach
+    else:
+        end = np.where(quotients < 0, elements[0], elements[-1])
+        beyond = np.abs(quotients) > np.abs(end) * form.reference.reach
     return np.where(beyond, -1.0, distance)

@@ -46,7 +46,8 @@ class Coded:
     def read(self, start: int, stop: int) -> numeric.Floats:
         first, last = start // self.columns, -(-stop // self.columns)
         codes = self.codes(first * self.columns, (last - first) * self.columns)
-        decoded = numeric.coded_numbers(self.encoding, codes, self._row_steps(first, last)).reshape(-1)
+        zeros = self._row_zeros(first, last)
+        decoded = numeric.coded_numbers(self.encoding, codes, self._row_steps(first, last), zeros).reshape(-1)
         return decoded[start - first * self.columns : stop - first * self.columns]
 
     def codes(self, first: int, count: int) -> numeric.Bytes:
@@ -57,9 +58,33 @@ class Coded:
         )
 
     def steps(self, start: int, stop: int) -> numeric.Floats:
+        return self._of_rows(self._row_steps, start, stop)
+
+    def zeros(self, start: int, stop: int) -> numeric.Floats:
+        """Elements that stand for 0, for each code of a run; only where the format has zero points."""
+
+        def rows(first: int, stop: int) -> numeric.Floats:
+            zeros = self._row_zeros(first, stop)
+            assert zeros is not None
+            return zeros
+
+        return self._of_rows(rows, start, stop)
+
+    def _of_rows(self, rows: Run, start: int, stop: int) -> numeric.Floats:
         first = start // self.columns
-        steps = self._row_steps(first, -(-stop // self.columns)).reshape(-1)
-        return steps[start - first * self.columns : stop - first * self.columns]
+        values = rows(first, -(-stop // self.columns)).reshape(-1)
+        return values[start - first * self.columns : stop - first * self.columns]
+
+    def _row_zeros(self, first: int, stop: int) -> numeric.Floats | None:
+        """Elements that stand for 0 in some rows: ``[rows, columns]``; None where the format has none."""
+        scales, form = self._scales, self.encoding.format
+        if form.zero_points is None:
+            return None
+        begin = first // form.rows_of_zeros * form.rows_of_zeros
+        offset, nbytes = scales.zeros_of(begin * self.columns, (stop - begin) * self.columns)
+        stored = self._reader.read(self._read.source, scales.zeros_key, offset, nbytes)
+        zeros = numeric.zero_elements(form, stored, -(-self.columns // self.width))
+        return zeros[first - begin : stop - begin].repeat(self.width, axis=1)[:, : self.columns]
 
     def _row_steps(self, first: int, stop: int) -> numeric.Floats:
         """Factors of the codes of some rows: ``[rows, columns]``."""
@@ -109,9 +134,13 @@ class Blocks:
             # The matrix's scale is such that blocks have scales of 2 and more: the smallest of all stands for
             # smaller ones only where there are such.
             least = np.maximum(least, 4.0)
-        peaks = self._rows_of(scale_row).max(0)
-        lefts = np.arange(0, len(peaks), self._codes.width)
-        return np.asarray(np.maximum.reduceat(peaks, lefts) >= least)
+        rows = self._rows_of(scale_row)
+        lefts = np.arange(0, rows.shape[1], self._codes.width)
+        if encoding.format.zero_points is not None:
+            above, below = rows.max(0).clip(min=0), rows.min(0).clip(max=0)
+            span = np.maximum.reduceat(above, lefts) - np.minimum.reduceat(below, lefts)
+            return np.asarray(span >= least)
+        return np.asarray(np.maximum.reduceat(np.abs(rows).max(0), lefts) >= least)
 
     def peaks(self, start: int, stop: int) -> list[int]:
         """Indices of a largest element of every block that a run of stored elements touches."""
@@ -125,7 +154,7 @@ class Blocks:
                 lefts = range(begin % columns // width * width, (end - 1) % columns + 1, width)
             for left in lefts:
                 part = rows[:, left : left + width]
-                row, column = divmod(int(part.argmax()), part.shape[1])
+                row, column = divmod(int(np.abs(part).argmax()), part.shape[1])
                 positions.append(scale_row * self._unit + row * columns + left + column)
         return positions
 
@@ -144,12 +173,14 @@ class Blocks:
             yield scale_row, max(start - first, 0), min(stop - first, self._unit)
 
     def _rows_of(self, scale_row: int) -> NDArray[np.float32]:
-        """The magnitudes of a scale row's elements ``[rows, columns]``."""
+        """A scale row's elements, less those for 0: ``[rows, columns]``."""
         if self._scale_row[0] != scale_row:
             first = scale_row * self._unit
             codes = self._codes.codes(first, min(self._unit, self._codes.total - first))
-            magnitudes = numeric.code_magnitudes(self._codes.encoding.format, codes)
-            self._scale_row = scale_row, magnitudes.reshape(-1, self._codes.columns)
+            elements = numeric.code_elements(self._codes.encoding.format, codes)
+            if self._codes.encoding.format.zero_points is not None:
+                elements = elements - self._codes.zeros(first, first + len(elements)).astype(np.float32)
+            self._scale_row = scale_row, elements.reshape(-1, self._codes.columns)
         return self._scale_row[1]
 
     @cached_property
@@ -158,7 +189,7 @@ class Blocks:
         farthest = -1.0, 0
         for begin in range(0, self._codes.total, _CHUNK):
             codes = self._codes.codes(begin, min(_CHUNK, self._codes.total - begin))
-            sizes = numeric.code_magnitudes(self._codes.encoding.format, codes)
+            sizes = np.abs(numeric.code_elements(self._codes.encoding.format, codes))
             place = int(sizes.argmax())
             if not float(sizes[place]) <= farthest[0]:
                 farthest = float(sizes[place]), begin + place
@@ -346,7 +377,8 @@ def as_input(op: OpJob, view: View | None) -> Read:
     (key, offset), expression, scales = op.places[0], op.expression, None
     if expression.encode is not None:
         none = "", 0
-        own, whole = (none if each is None else each.places[0] for each in (op.scales, op.tensor_scale))
+        made = op.scales, op.tensor_scale, op.zero_points
+        own, whole, zeros = (none if each is None else each.places[0] for each in made)
         nbytes = 0 if op.scales is None else op.scales.nbytes
-        scales = Scales(expression.encode, op.parts[0].columns, *own, nbytes, *whole)
+        scales = Scales(expression.encode, op.parts[0].columns, *own, nbytes, *whole, *zeros)
     return Read(0, 0, key, offset, op.nbytes, expression.cast, view, scales=scales)

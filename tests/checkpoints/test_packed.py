@@ -98,20 +98,15 @@ def test_partners_have_names_by_what_they_are(tmp_path: Path) -> None:
 
 
 UNKNOWN: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
-    "zero points": (
-        {**GOOD["Kimi-K2-Thinking"][0], f"{X}.weight_zero_point": (DType.I32, (1, 2))},
-        compressed({**W4, "symmetric": False}),
-        "packed integers with zero points",
-    ),
     "another order": (
         {**GOOD["Kimi-K2-Thinking"][0], f"{X}.weight_g_idx": (DType.I32, (64,))},
         compressed({**W4, "actorder": "group"}),
         "packed integers in another order of columns (g_idx)",
     ),
-    "asymmetric": (
-        GOOD["Kimi-K2-Thinking"][0],
-        compressed({**W4, "symmetric": False}),
-        "packed integers, declared as asymmetric 4-bit int by group",
+    "INT8 with zero points of inputs": (
+        {**GOOD["INT8 per channel"][0], f"{X}.input_zero_point": (DType.I8, (1,))},
+        compressed({**W8, "strategy": "channel"}),
+        "INT8 with stored zero points of inputs",
     ),
     "INT8": (GOOD["Kimi-K2-Thinking"][0], compressed(W8), "packed integers, declared as 8-bit int by group"),
     "blocks of [out, in] beside [in, out]": (
@@ -150,12 +145,12 @@ REFUSED: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
     "GPTQ": (
         {f"{X}.qweight": (DType.I32, (4, 32)), f"{X}.scales": (DType.F16, (1, 32))},
         {"quant_method": "gptq"},
-        "gptq",
+        "GPTQ",
     ),
     "bitsandbytes": (
         {f"{X}.weight": (DType.U8, (512, 1)), f"{X}.weight.absmax": (DType.U8, (16,))},
         {"quant_method": "bitsandbytes"},
-        "bitsandbytes",
+        "bitsandbytes in 4 bits (NF4 or FP4)",
     ),
     "FP8 of a method that is not read": (
         {f"{X}.weight": f8(2, 2), f"{X}.weight_scale": f32()},
@@ -608,6 +603,11 @@ ONE_LEFT: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {
         compressed(W4),
         [f"{X}.weight_packed I32[2, 4]", f"no {X}.weight_scale"],
     ),
+    "INT4 without its zero points": (
+        {name: spec for name, spec in GOOD["INT4 with zero points"][0].items() if "zero" not in name},
+        compressed({**W4, "symmetric": False}),
+        [f"{X}.weight_packed I32[12, 8]", f"no {X}.weight_zero_point"],
+    ),
     "an INT4 shape": ({f"{X}.weight_shape": (DType.I64, (2,))}, compressed(W4), [f"no {X}.weight_packed"]),
     "DeepSeek-V4's experts": (
         {f"{X}.weight": (DType.I8, (4, 32))},
@@ -660,6 +660,9 @@ def test_codes_and_plain_numbers_of_one_name_are_a_fault(tmp_path: Path) -> None
 def test_what_else_belongs_to_a_tensor_must_be_what_readers_take(tmp_path: Path) -> None:
     int4 = {**GOOD["Kimi-K2-Thinking"][0], f"{X}.weight_shape": (DType.I64, (3,))}
     assert f"{X}.weight_shape I64[3] in" in fault(look(tmp_path / "a", int4, compressed(W4)))
+    zeros = {**GOOD["INT4 with zero points"][0], f"{X}.weight_zero_point": (DType.I32, (12, 2))}
+    text = fault(look(tmp_path / "c", zeros, compressed({**W4, "symmetric": False})))
+    assert f"{X}.weight_zero_point I32[12, 2] in model.safetensors is no I32[2, 2]" in text
     nvfp4 = {**GOOD["NVFP4"][0], f"{X}.weight_global_scale": f32(6, 1)}
     text = fault(look(tmp_path / "b", nvfp4, compressed(NV)))
     assert f"{X}.weight_global_scale F32[6, 1] in model.safetensors is no F32 of 1 elements" in text
@@ -811,9 +814,8 @@ def test_a_stored_shape_is_that_of_the_numbers(tmp_path: Path) -> None:
     found = _with_shape(tmp_path / "full", 4, 304)
     assert (found.faults, found.tensors[f"{X}.weight"].quant_spec.shape) == ((), (4, 304))
     padded = _with_shape(tmp_path / "padded", 4, 300)
-    assert (padded.faults, dict(padded.tensors)) == ((), {})
-    assert set(padded.unknown.values()) == {"packed codes with 4 unused ones at the end of each row"}
-    assert len(padded.unknown) == 3
+    spec = padded.tensors[f"{X}.weight"].quant_spec
+    assert (padded.faults, spec.logical_shape, spec.shape, spec.padding) == ((), (4, 300), (4, 304), 4)
 
 
 @pytest.mark.parametrize("shape", [(4, 296), (4, 305), (5, 304), (5, 300), (-4, 304), (304, 4)])
@@ -854,8 +856,8 @@ def test_shapes_of_a_large_model_are_read_only_where_they_tell_something(
     found = packed_tensors(open_checkpoint(root, "a"), [table])
     assert len(places) <= most
     assert not found.faults
-    assert len(found.tensors) == (experts if columns % 8 == 0 else 0)
-    assert len(found.unknown) == (0 if columns % 8 == 0 else 3 * experts)
+    assert {each.quant_spec.logical_shape for each in found.tensors.values()} == {(rows, columns)}
+    assert (len(found.tensors), dict(found.unknown)) == (experts, {})
 
 
 LAYERS = {

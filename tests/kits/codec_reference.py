@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8
 from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.int8 import INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
 from raymerge.dtypes import DType
@@ -30,6 +31,7 @@ ELEMENTS = {
     NVFP4: E2M1,
     NVFP4_MODELOPT: E2M1,
     INT4: np.arange(16.0) - 8,
+    INT8_CHANNEL: np.arange(256).astype(np.int8).astype(np.float64),
 }
 
 

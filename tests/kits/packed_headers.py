@@ -12,7 +12,8 @@ from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8
-from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC
+from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
 from raymerge.checkpoints.source import open_checkpoint
@@ -183,6 +184,30 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
         },
         compressed(W4),
         (INT4, (6, 64), (1, 32)),
+    ),
+    "INT4 with zero points": (
+        {
+            f"{X}.weight_packed": (DType.I32, (12, 8)),
+            f"{X}.weight_scale": (DType.BF16, (12, 2)),
+            f"{X}.weight_shape": (DType.I64, (2,)),
+            f"{X}.weight_zero_point": (DType.I32, (2, 2)),
+        },
+        compressed({**W4, "symmetric": False}),
+        (INT4_ASYMMETRIC, (12, 64), (1, 32)),
+    ),
+    "INT8 per channel": (
+        {f"{X}.weight": (DType.I8, (6, 30)), f"{X}.weight_scale": (DType.BF16, (6, 1))},
+        compressed({**W8, "strategy": "channel"}, format="int-quantized"),
+        (INT8_CHANNEL, (6, 30), (1, 30)),
+    ),
+    "INT8 per channel with zero points": (
+        {
+            f"{X}.weight": (DType.I8, (6, 30)),
+            f"{X}.weight_scale": f32(6, 1),
+            f"{X}.weight_zero_point": (DType.I8, (6, 1)),
+        },
+        compressed({**W8, "strategy": "channel", "symmetric": False}, format="int-quantized"),
+        (INT8_ASYMMETRIC, (6, 30), (1, 30)),
     ),
     "INT4 beside wider integers": (
         {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.BF16, (6, 2))},

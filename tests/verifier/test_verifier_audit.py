@@ -47,7 +47,7 @@ from raymerge.methods.reference import (
 from raymerge.runtime.driver import examine
 from raymerge.verifier.audit import Expectation, Findings, Sampling, check_bytes
 from raymerge.verifier.numbers import (
-    code_magnitudes,
+    code_elements,
     code_steps,
     coded_numbers,
     least_peaks,
@@ -55,6 +55,7 @@ from raymerge.verifier.numbers import (
     nearest_distance,
     plain_numbers,
     scale_numbers,
+    zero_elements,
 )
 from raymerge.verifier.stored import Blocks
 
@@ -431,13 +432,21 @@ def test_codes_are_what_the_format_says(form: Format) -> None:
     whole = torch.tensor([3.5], dtype=torch.bfloat16 if form == FP8_TENSOR else torch.float32)
     tensor_scale = whole.view(torch.uint8).numpy()
     steps = code_steps(encoding, stored, tensor_scale, rows=(0, 256), columns=256)
-    found = coded_numbers(encoding, codes, steps)
-    wanted = reference_decode(quant_spec, codes, stored, 3.5)
+    zeros = None
+    if form.zero_points is not None:
+        packed = chance.integers(0, 256, encoding.made_nbytes("zero_points", 256, 256), dtype=np.uint8)
+        zeros = zero_elements(form, packed, quant_spec.grid[1]).repeat(quant_spec.block[1], 1)
+        parts = map(torch.from_numpy, (codes, stored, packed))
+        wanted = codec_of(form).decode(quant_spec, *parts).numpy()
+    else:
+        wanted = reference_decode(quant_spec, codes, stored, 3.5)
+    found = coded_numbers(encoding, codes, steps, zeros)
     assert (found == wanted).all()
     # What codes mean is at no distance from what codes can be, but for the rounding to float32.
-    distance = nearest_coded_distance(form, found, steps)
-    assert (distance <= 2.0**-22 * np.abs(found)).all()
-    assert (nearest_coded_distance(form, found * 0 + 1e9, steps) == -1).all()
+    distance = nearest_coded_distance(form, found, steps, zeros)
+    assert (distance <= 2.0**-20 * np.abs(steps)).all() or zeros is None
+    assert (distance <= 2.0**-22 * np.abs(found)).all() or zeros is not None
+    assert (nearest_coded_distance(form, found * 0 + 1e9, steps, zeros) == -1).all()
 
 
 @pytest.mark.parametrize("form", list(formats()), ids=lambda form: form.name)
@@ -450,7 +459,13 @@ def test_a_scale_that_is_made_for_its_block_is_told_from_a_larger_one(form: Form
         whole = codec.fresh_tensor_scale(quant_spec, codec.largest(quant_spec, values))
     made = codec.encode(quant_spec, values, tensor_scale=whole)
     encoding = encoding_of(quant_spec)
-    peaks = code_magnitudes(form, made.codes.numpy()).reshape(256, 256)
+    elements = code_elements(form, made.codes.numpy()).reshape(256, 256)
+    peaks = np.abs(elements)
+    if made.zero_points is not None:
+        zeros = zero_elements(form, made.zero_points.numpy(), quant_spec.grid[1])
+        apart = (elements - zeros.repeat(quant_spec.block[1], 1)).reshape(*quant_spec.grid, -1)
+        reach = apart.max(2).clip(min=0) - apart.min(2).clip(max=0)
+        peaks = reach.repeat(quant_spec.block[1], 1)
     stored = made.scales.numpy()
     if form == FP8_TENSOR:
         assert whole is not None

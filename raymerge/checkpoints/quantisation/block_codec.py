@@ -36,6 +36,8 @@ _NAN_BITS = 0x7FC00000
 _HALF_LEAST_BITS = 0x00400000
 _SMALLEST: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.F8_E4M3: 2.0**-9}
 _SMALLEST_NORMAL = 2.0**-126
+# Of the mantissa of float32.
+_DROPPED_BITS: Mapping[DType, int] = {DType.F16: 13, DType.BF16: 16}
 # For float16 the largest power of two, which may be what is wanted.
 _LARGEST: Mapping[DType, float] = {DType.F16: 2.0**15, DType.F8_E4M3: 448.0}
 
@@ -44,6 +46,8 @@ class Encoded(NamedTuple):
     codes: Tensor
     scales: Tensor
     """uint8 [bytes of the scale rows' scales]; empty where the only scale is the tensor's."""
+    zero_points: Tensor | None = None
+    """uint8 [bytes]; None where 0 has the same code everywhere."""
 
 
 class ErrorSums(NamedTuple):
@@ -74,7 +78,7 @@ class InTorch:
     """The arithmetic of one kind of codes.
 
     ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row], ``steps`` float32 [scale
-    rows, blocks of a scale row]."""
+    rows, blocks of a scale row], or [2, scale rows, blocks] with the elements that stand for 0."""
 
     elements: Callable[[Tensor], Tensor]
     """uint8 [rows, bytes] to float32 [rows, columns]."""
@@ -82,8 +86,11 @@ class InTorch:
     """float32 [rows, columns], which may be overwritten, to uint8 [rows, bytes]."""
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
-        """Write values: each element times the step of its block."""
+        """Write values: each element, less that for 0, times the step of its block."""
+        steps, zeros = _with_zeros(steps)
         values.copy_(self.elements(codes))
+        for part, zero in () if zeros is None else _parts(values, zeros, block):
+            part.sub_(zero)
         for part, step in _parts(values, steps, block):
             part.mul_(step)
 
@@ -91,11 +98,14 @@ class InTorch:
         """Codes: the nearest to each value over the step of its block (1 where it is 0), ties to even."""
         import torch
 
+        steps, zeros = _with_zeros(steps)
         divisors = torch.where(steps == 0, 1.0, steps)
         quotients = torch.empty_like(values)
         pairs = zip(_parts(values, divisors, block), _parts(quotients, divisors, block), strict=True)
         for (part, divisor), (into, _) in pairs:
             torch.div(part, divisor, out=into)
+        for into, zero in () if zeros is None else _parts(quotients, zeros, block):
+            into.add_(zero)
         codes = self.nearest(quotients)
         assert codes.shape[1] == row_nbytes
         return codes
@@ -106,7 +116,7 @@ class InTorch:
 
         decoded = torch.empty_like(values)
         self.decode(self.encode(values, steps, block, row_nbytes), steps, block, decoded)
-        result = torch.empty_like(steps, dtype=torch.bool)
+        result = torch.empty(_grid(values, block), dtype=torch.bool, device=values.device)
         for part, into in _parts(decoded == values, result, block):
             into.copy_(part.all(dim=3, keepdim=True).all(dim=1, keepdim=True))
         return result
@@ -183,6 +193,10 @@ def _array(tensor: Tensor) -> Any:
     return tensor.contiguous().numpy()
 
 
+def _with_zeros(steps: Tensor) -> tuple[Tensor, Tensor | None]:
+    return (steps, None) if steps.dim() == 2 else (steps[0], steps[1])
+
+
 def _grid(values: Tensor, block: Block) -> tuple[int, int]:
     return -(-values.shape[0] // block[0]), -(-values.shape[1] // block[1])
 
@@ -223,6 +237,7 @@ class Codec(ABC):
         quant_spec: QuantSpec,
         codes: Tensor,
         scales: Tensor,
+        zero_points: Tensor | None = None,
         *,
         tensor_scale: Tensor | None = None,
         out: Tensor | None = None,
@@ -230,14 +245,14 @@ class Codec(ABC):
         """Decode whole rows: uint8 [bytes], contiguous, to float32 [rows, columns].
 
         Each element times its step, rounded once; a NaN scale gives NaN. ``scales`` is uint8 [bytes of the
-        scale rows' scales], empty where the only scale is the tensor's; ``out`` contiguous memory for the
-        result."""
+        scale rows' scales], empty where the only scale is the tensor's; ``zero_points`` uint8 [bytes], where
+        the format has such; ``out`` contiguous memory for the result."""
         import torch
 
         rows = codes.view(-1, quant_spec.codes_nbytes(1))
         if out is None:
             out = torch.empty(len(rows), quant_spec.columns, device=codes.device)
-        steps = self._steps(quant_spec, scales, tensor_scale)
+        steps = self._factors(quant_spec, scales, zero_points, tensor_scale)
         self._blockwise(codes).decode(rows, steps, quant_spec.block, out)
         return out
 
@@ -247,29 +262,37 @@ class Codec(ABC):
         values: Tensor,
         *,
         given_scales: Tensor | None = None,
+        given_zeros: Tensor | None = None,
         tensor_scale: Tensor | None = None,
     ) -> Encoded:
         """Encode whole rows, float32 [rows, columns], as the nearest codes, ties to even.
 
         A block keeps its scale in ``given_scales`` (uint8 as ``decode`` takes them) if every value is exactly
         a code times it: decoded, unchanged values give their original bytes. Otherwise the scale is that of
-        the largest magnitude. ``tensor_scale`` must be chosen before the first rows.
+        the largest magnitude. So it is with ``given_zeros``, where the format has zero points.
+        ``tensor_scale`` must be chosen before the first rows.
 
         Raises NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's,
         nor on a GPU.
         """
-        stored = self._scales(quant_spec, values, given_scales, tensor_scale)
-        steps = self._steps(quant_spec, stored, tensor_scale)
+        scales, zeros = self._scales(quant_spec, values, given_scales, given_zeros, tensor_scale)
+        steps = self._factors(quant_spec, scales, zeros, tensor_scale)
         codes = self._blockwise(values).encode(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
-        return Encoded(codes.view(-1), stored)
+        return Encoded(codes.view(-1), scales, zeros)
 
     def fits(
-        self, quant_spec: QuantSpec, values: Tensor, scales: Tensor, *, tensor_scale: Tensor | None = None
+        self,
+        quant_spec: QuantSpec,
+        values: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None = None,
+        *,
+        tensor_scale: Tensor | None = None,
     ) -> Tensor:
         """Which blocks hold only exact products of a code and these scales: bool [scale rows, scales of a
         scale row], [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be
         kept."""
-        steps = self._steps(quant_spec, scales, tensor_scale)
+        steps = self._factors(quant_spec, scales, zero_points, tensor_scale)
         return self._blockwise(values).fits(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
 
     def largest(self, quant_spec: QuantSpec, values: Tensor) -> Tensor:
@@ -295,18 +318,19 @@ class Codec(ABC):
     ) -> ErrorSums:
         """Errors of encoding these rows, for a report: the rounding depends on how rows are cut."""
         rows = encoded.codes.view(-1, quant_spec.codes_nbytes(1))
-        steps = self._steps(quant_spec, encoded.scales, tensor_scale)
+        steps = self._factors(quant_spec, encoded.scales, encoded.zero_points, tensor_scale)
         return ErrorSums(*self._blockwise(values).squares(rows, steps, quant_spec.block, values))
 
     def exactness(
         self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
     ) -> Exactness:
         """How many of the blocks that have scales of their own hold exactly these values."""
-        exact = self.fits(quant_spec, values, encoded.scales, tensor_scale=tensor_scale)
+        _, scales, zeros = encoded
+        exact = self.fits(quant_spec, values, scales, zeros, tensor_scale=tensor_scale)
         lost = exact.numel() - int(exact.sum())
         if not lost:
             return Exactness(exact.numel(), 0, 0.0)
-        decoded = self.decode(quant_spec, encoded.codes, encoded.scales, tensor_scale=tensor_scale)
+        decoded = self.decode(quant_spec, *encoded, tensor_scale=tensor_scale)
         return Exactness(exact.numel(), lost, float(decoded.sub_(values).abs_().amax()))
 
     @abstractmethod
@@ -331,23 +355,42 @@ class Codec(ABC):
         return fresh
 
     def _scales(
-        self, quant_spec: QuantSpec, values: Tensor, given_scales: Tensor | None, tensor_scale: Tensor | None
-    ) -> Tensor:
-        """Stored scales to encode rows with, uint8 [bytes]."""
+        self,
+        quant_spec: QuantSpec,
+        values: Tensor,
+        given_scales: Tensor | None,
+        given_zeros: Tensor | None,  # noqa: ARG002
+        tensor_scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Stored scales and zero points to encode rows with, uint8 [bytes] each."""
         import torch
 
         if quant_spec.scale_row_length == 0:
-            return torch.empty(0, dtype=torch.uint8, device=values.device)
+            return torch.empty(0, dtype=torch.uint8, device=values.device), None
+        largest = self._finite_largest(quant_spec, values)
+        fresh = self._fresh(quant_spec, values, largest, tensor_scale)
+        if given_scales is None:
+            return store_scales(quant_spec.scale_dtype, fresh), None
+        had = load_scales(quant_spec.scale_dtype, given_scales).view(fresh.shape)
+        fits = self.fits(quant_spec, values, given_scales, tensor_scale=tensor_scale)
+        return store_scales(quant_spec.scale_dtype, torch.where(fits, had, fresh)), None
+
+    def _finite_largest(self, quant_spec: QuantSpec, values: Tensor) -> Tensor:
         largest = self._blockwise(values).largest(values, quant_spec.block)
         # Of a GPU's the sums of errors tell: to ask here would have the host wait for it once more.
         if largest.is_cpu and not largest.isfinite().all():
             raise NotFiniteError("values that are not finite cannot be encoded")
-        fresh = self._fresh(quant_spec, values, largest, tensor_scale)
-        if given_scales is None:
-            return store_scales(quant_spec.scale_dtype, fresh)
-        had = load_scales(quant_spec.scale_dtype, given_scales).view(fresh.shape)
-        fits = self.fits(quant_spec, values, given_scales, tensor_scale=tensor_scale)
-        return store_scales(quant_spec.scale_dtype, torch.where(fits, had, fresh))
+        return largest
+
+    def _factors(
+        self,
+        quant_spec: QuantSpec,
+        scales: Tensor,
+        zero_points: Tensor | None,  # noqa: ARG002
+        tensor_scale: Tensor | None,
+    ) -> Tensor:
+        """Steps, and what goes with them where the format has zero points, as ``InTorch`` takes them."""
+        return self._steps(quant_spec, scales, tensor_scale)
 
     def _steps(self, quant_spec: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         """float32 [scale rows, blocks of a scale row]."""
@@ -392,6 +435,15 @@ def storable_scales(dtype: DType, scales: Tensor) -> Tensor:
     within = scales.clamp(_SMALLEST.get(dtype, _SMALLEST_NORMAL), _LARGEST.get(dtype))
     nonzero = torch.where(scales == 0, 1.0, within)
     return load_scales(dtype, store_scales(dtype, nonzero)).view(scales.shape)
+
+
+def storable_scales_above(dtype: DType, scales: Tensor) -> Tensor:
+    """Least storable scales not below ``scales``, so that no code saturates; as ``storable_scales``."""
+    import torch
+
+    dropped = _DROPPED_BITS.get(dtype, 0)
+    bits = (scales.contiguous().view(torch.int32) + ((1 << dropped) - 1)) >> dropped << dropped
+    return storable_scales(dtype, bits.view(torch.float32))
 
 
 def quotients(values: Tensor, number: float) -> Tensor:

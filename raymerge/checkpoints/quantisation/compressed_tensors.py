@@ -4,7 +4,8 @@
 codes                    scales                          further
 ======================== =============================== ===========================================
 ``X.weight`` F8_E4M3     ``X.weight_scale``              ``X.input_scale``: found in ``fp8``
-``X.weight_packed`` I32  ``X.weight_scale``              ``X.weight_shape``
+``X.weight`` I8          ``X.weight_scale``              ``X.weight_zero_point`` I8, ``X.input_scale``
+``X.weight_packed`` I32  ``X.weight_scale``              ``X.weight_shape``, ``X.weight_zero_point`` I32
 ``X.weight_packed`` U8   ``X.weight_scale`` F8_E4M3      ``X.weight_global_scale``, ``X.input_global_scale``
 ``X.weight_packed`` U8   ``X.weight_scale`` U8
 ======================== =============================== ==========================================="""
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation import fp8, int4, mxfp4, nvfp4
+from raymerge.checkpoints.quantisation import fp8, int4, int8, mxfp4, nvfp4
 from raymerge.checkpoints.quantisation.config import (
     Declared,
     Group,
@@ -28,10 +29,15 @@ from raymerge.checkpoints.quantisation.config import (
     names_in,
     unknown_fields,
 )
-from raymerge.checkpoints.quantisation.detect import CORRUPT, QuantMethod, Search, described
+from raymerge.checkpoints.quantisation.detect import CORRUPT, PackedForm, QuantMethod, Search, described
+from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.dtypes import DType
 
 _NAME = "compressed-tensors"
-_SCHEMES = (fp8.group_scheme, int4.group_scheme, mxfp4.group_scheme, nvfp4.group_scheme)
+_SCHEMES = (
+    *(fp8.group_scheme, int4.group_scheme, int8.group_scheme),
+    *(mxfp4.group_scheme, nvfp4.group_scheme),
+)
 _PACKED_FORMATS = (int4.INT4, mxfp4.MXFP4_ROWS, nvfp4.NVFP4)
 
 _TABLE_KEYS = frozenset(
@@ -61,8 +67,10 @@ _CLASS = re.compile(r"[A-Z]\w*")
 
 _WEIGHT, _PACKED = ".weight", ".weight_packed"
 _SCALE, _GLOBAL_SCALE = ".weight_scale", ".weight_global_scale"
+_ZERO_POINT, _INPUT_ZERO_POINT = ".weight_zero_point", ".input_zero_point"
+_ZEROS_OF_INPUTS = "INT8 with stored zero points of inputs"
 _PARTS = (
-    *(_PACKED, _SCALE, int4.SHAPE_ENDING, ".weight_zero_point", ".weight_g_idx"),
+    *(_PACKED, _SCALE, int4.SHAPE_ENDING, _ZERO_POINT, ".weight_g_idx"),
     *(_GLOBAL_SCALE, ".input_global_scale", ".input_scale"),
 )
 
@@ -124,13 +132,17 @@ def _scales_inputs(activations: Any) -> bool:
 
 def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
     """The scheme of a group's weights, or None where unsupported."""
-    if weights.get("symmetric", True) is not True or _is_reordered(weights):
+    is_symmetric = weights.get("symmetric", True) is True
+    if _is_reordered(weights):
         return None
     size = weights.get("group_size")
     group = size if isinstance(size, int) and size > 0 else None
     strategy = weights.get("strategy") or ("group" if group else "channel" if size == -1 else "tensor")
     kind = weights.get("type", "int"), weights.get("num_bits", 8)
-    meant = GroupWeights(kind, strategy, group, weights.get("block_structure"), weights.get("scale_dtype"))
+    if not is_symmetric and kind[0] != "int":
+        return None
+    structure, scale_dtype = weights.get("block_structure"), weights.get("scale_dtype")
+    meant = GroupWeights(kind, strategy, group, structure, scale_dtype, is_symmetric)
     return next((scheme for read in _SCHEMES if (scheme := read(meant)) is not None), None)
 
 
@@ -146,7 +158,61 @@ def _in_words(weights: Mapping[str, Any]) -> str:
     return f"{symmetry}{kind} by {brief(weights.get('strategy'))}{order}"
 
 
+def _are_codes(tensor: StoredTensor) -> bool:
+    return tensor.name.endswith(_PACKED) or (tensor.dtype is DType.I8 and tensor.name.endswith(_WEIGHT))
+
+
 def _add(search: Search, codes: StoredTensor) -> None:
+    if codes.name.endswith(_PACKED):
+        _add_packed(search, codes)
+    else:
+        _add_bytes(search, codes)
+
+
+def _add_bytes(search: Search, codes: StoredTensor) -> None:
+    """Add INT8; bytes beside other scales are of a format that is not read."""
+    module = codes.name.removesuffix(_WEIGHT)
+    is_declared = any(each.format.code_dtype is DType.I8 for each in search.declared_of(module).schemes)
+    if not is_declared and f"{module}{_SCALE}" not in search.stored:
+        if not search.declared.method:
+            mxfp4.add_bytes(search, codes)
+        return
+    scales = search.partner(codes, [f"{module}{_SCALE}"])
+    if scales is None:
+        return
+    if f"{module}{_INPUT_ZERO_POINT}" in search.stored:
+        parts = (codes.name, f"{module}{_INPUT_ZERO_POINT}")
+        search.refuse(parts, _ZEROS_OF_INPUTS)
+        _refuse(search, module, _ZEROS_OF_INPUTS)
+        return
+    if len(codes.shape) != 2 or scales.shape not in ((codes.shape[0], 1), codes.shape[:1]):
+        search.report_misfit(codes, scales)
+        return
+    others = tuple(each for ending in _PARTS[2:] if (each := f"{module}{ending}") in search.stored)
+    block, shape = (1, codes.shape[1]), codes.shape
+    form = _with_zero_points(search, codes, (int8.INT8_CHANNEL, block, shape), int8.INT8_ASYMMETRIC)
+    if form is not None:
+        search.add(codes.name, codes, scales, others, (form, block, shape))
+
+
+def _with_zero_points(
+    search: Search, codes: StoredTensor, form: PackedForm, asymmetric: Format
+) -> Format | None:
+    """The format of integers, which have zero points or not; None, with a fault, where the config says that
+    they have, and they have not."""
+    symmetric, block, shape = form
+    module = codes.name.removesuffix(_PACKED).removesuffix(_WEIGHT)
+    name, declared = f"{module}{_ZERO_POINT}", search.declared_of(module)
+    if name in search.stored:
+        return asymmetric
+    if declared.allows(asymmetric, block, shape) and not declared.allows(symmetric, block, shape):
+        what = f"{described(codes)} is codes without zero points: there is no {name}."
+        search.report("no zero points", what, CORRUPT, (codes.name, f"{module}{_SCALE}"))
+        return None
+    return symmetric
+
+
+def _add_packed(search: Search, codes: StoredTensor) -> None:
     module = codes.name.removesuffix(_PACKED)
     if variant := _refused_variant(search, codes, module):
         _refuse(search, module, variant)
@@ -156,9 +222,8 @@ def _add(search: Search, codes: StoredTensor) -> None:
         return
     columns = codes.shape[-1] * (codes.dtype.bits // 4) if codes.shape else 0
     groups = scales.shape[-1] if scales.shape else 0
-    stored_shape = search.shapes.get(f"{module}{int4.SHAPE_ENDING}")
-    if stored_shape is not None and len(codes.shape) == 2 and stored_shape != (codes.shape[0], columns):
-        _add_other_shape(search, codes, module, stored_shape)
+    padding = _padding(search, codes, module, groups)
+    if padding is None:
         return
     if len(codes.shape) < 2 or scales.shape[:-1] != codes.shape[:-1] or not groups or columns % groups:
         search.report_misfit(codes, scales)
@@ -166,42 +231,51 @@ def _add(search: Search, codes: StoredTensor) -> None:
     shape, block = (*codes.shape[:-1], columns), (1, columns // groups)
     alike = [form for form in _PACKED_FORMATS if form.code_dtype is codes.dtype]
     form = next((each for each in alike if scales.dtype in each.scale_dtypes), alike[-1])
-    if form == int4.INT4 and (wider := _wider(search, module, block, shape)):
+    if form == int4.INT4:
+        integers = _with_zero_points(search, codes, (form, block, shape), int4.INT4_ASYMMETRIC)
+        if integers is None:
+            return
+        form = integers
+    if form.code_dtype is DType.I32 and (wider := _wider(search, module, (form, block, shape))):
         _refuse(search, module, f"packed integers, declared as {' or '.join(wider)}")
         return
     if form.tensor_scale == "divisor" and not search.partner(codes, [f"{module}{_GLOBAL_SCALE}"]):
         return
     others = tuple(each for ending in _PARTS[2:] if (each := f"{module}{ending}") in search.stored)
-    search.add(f"{module}{_WEIGHT}", codes, scales, others, (form, block, shape))
+    search.add(f"{module}{_WEIGHT}", codes, scales, others, (form, block, shape), padding=padding)
 
 
-def _add_other_shape(search: Search, codes: StoredTensor, module: str, stored: tuple[int, int]) -> None:
-    """Name the variant of packed codes whose stored shape is not that of rows full of 4-bit codes."""
-    declared = search.declared_of(module)
-    if declared.others and not any(scheme.format == int4.INT4 for scheme in declared.schemes):
-        _refuse(search, module, f"packed integers, declared as {' or '.join(declared.others)}")
-        return
+def _padding(search: Search, codes: StoredTensor, module: str, groups: int) -> int | None:
+    """Codes at the end of each row that are no numbers, by the stored shape; None, with what is wrong, where
+    that is not the shape of rows of 4-bit codes."""
     per_element = codes.dtype.bits // 4
-    padding = codes.shape[1] * per_element - stored[1]
-    if stored[0] == codes.shape[0] and 0 < padding < per_element:
-        _refuse(search, module, f"packed codes with {padding} unused ones at the end of each row")
-        return
+    columns = codes.shape[-1] * per_element if codes.shape else 0
+    stored = search.shapes.get(f"{module}{int4.SHAPE_ENDING}")
+    if stored is None or len(codes.shape) != 2 or stored == (codes.shape[0], columns):
+        return 0
+    padding = columns - stored[1]
+    # Groups end with an integer; a row that has one scale need not.
+    if stored[0] == codes.shape[0] and 0 < padding < per_element < stored[1] and groups == 1:
+        return padding
+    declared = search.declared_of(module)
+    if declared.others and not any(each.format.code_dtype is DType.I32 for each in declared.schemes):
+        _refuse(search, module, f"packed integers, declared as {' or '.join(declared.others)}")
+        return None
     name = f"{module}{int4.SHAPE_ENDING}"
     what = f"{name} says {list(stored)}, which is not the shape that {described(codes)} holds."
     search.report("other shape", what, CORRUPT, (codes.name, f"{module}{_SCALE}"))
+    return None
 
 
-def _wider(search: Search, module: str, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[str, ...]:
+def _wider(search: Search, module: str, form: PackedForm) -> tuple[str, ...]:
     """Declarations of packed integers that may be wider: only the config says, not the dtype."""
     declared = search.declared.of(module)
     if declared is None:
         return search.declared.others
-    return () if declared.allows(int4.INT4, block, shape) else declared.others
+    return () if declared.allows(*form) else declared.others
 
 
 def _refused_variant(search: Search, codes: StoredTensor, module: str) -> str | None:
-    if f"{module}.weight_zero_point" in search.stored:
-        return "packed integers with zero points"
     if f"{module}.weight_g_idx" in search.stored:
         return "packed integers in another order of columns (g_idx)"
     if not any(form.code_dtype is codes.dtype for form in _PACKED_FORMATS):
@@ -222,9 +296,16 @@ def _codes_of(scale: StoredTensor) -> tuple[str, ...]:
 
 COMPRESSED_TENSORS = QuantMethod(
     _NAME,
-    {int4.INT4: int4.Int4(), nvfp4.NVFP4: nvfp4.Nvfp4(), mxfp4.MXFP4_ROWS: mxfp4.Mxfp4()},
+    {
+        int4.INT4: int4.Int4(),
+        int4.INT4_ASYMMETRIC: int4.Int4Asymmetric(),
+        int8.INT8_CHANNEL: int8.Int8(),
+        int8.INT8_ASYMMETRIC: int8.Int8Asymmetric(),
+        nvfp4.NVFP4: nvfp4.Nvfp4(),
+        mxfp4.MXFP4_ROWS: mxfp4.Mxfp4(),
+    },
     read_table=_read_table,
-    are_codes=lambda tensor: tensor.name.endswith(_PACKED),
+    are_codes=_are_codes,
     add=_add,
     codes_of=_codes_of,
 )

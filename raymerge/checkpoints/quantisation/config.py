@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern
 from raymerge.checkpoints.quantisation.encoding import WHOLE, Format
 
+NOT_READ = ("which is not read", "may mean something else")
+"""Ends of sentences about fields that leave open what is stored, so that it can only be copied."""
 _SHOWN = 60
 _GLOB = re.compile(r"[*?]")
 _NO_PATTERN = re.compile(r"[\w.-]*")
@@ -78,6 +80,11 @@ class Declared:
     is_read: bool = True
     """Whether there is no table, or one of a known method."""
 
+    @property
+    def unread(self) -> str:
+        """What says that codes mean something else than they usually do, as in ``wrong``; "" for nothing."""
+        return next((sentence for sentence in self.wrong if sentence.endswith(NOT_READ)), "")
+
     def of(self, module: str) -> Declared | None:
         """The declaration for one module's weight, if it is quantised; None where there is none.
 
@@ -109,7 +116,7 @@ class Group:
 
 
 class GroupWeights(NamedTuple):
-    """A compressed-tensors group's weights; symmetric, columns not reordered."""
+    """A compressed-tensors group's weights; columns not reordered."""
 
     kind: tuple[Any, Any]
     strategy: Any
@@ -117,6 +124,8 @@ class GroupWeights(NamedTuple):
     """``group_size`` if above 0."""
     block_structure: Any
     scale_dtype: Any
+    is_symmetric: bool = True
+    """Whether 0 has the same code in all blocks."""
 
 
 def unknown_fields(table: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:

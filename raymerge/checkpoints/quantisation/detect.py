@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.block_codec import Codec
-from raymerge.checkpoints.quantisation.config import Declared
+from raymerge.checkpoints.quantisation.config import NOT_READ, Declared
 from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, QuantisedWeight, QuantSpec
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
@@ -45,8 +45,6 @@ _CONFIG = "config.json"
 _WEIGHT = ".weight"
 _CODE_DTYPES = frozenset({DType.F8_E4M3, DType.U8, DType.I8, DType.I32})
 _NUMBERS = frozenset(dtype for dtype in DType if dtype.is_mergeable)
-_NOT_READ = ("which is not read", "may mean something else")
-_CONVERT_ELSEWHERE = "Use a checkpoint converted to bfloat16 by the tool that made this one."
 _ONE_IS_WRONG = f"Mend {_CONFIG}, or take it and the weights from the same place."
 
 
@@ -120,7 +118,7 @@ class Search:
         """Find what is codes with scales; where the config's method is not read, nothing is a fault."""
         # Names and dtypes that two methods have mean what the declared one means by them.
         methods = sorted(methods, key=lambda each: each.name != self.declared.method)
-        if self.declared.is_read:
+        if self.declared.is_read and not self.declared.unread:
             for tensor in self.stored.values():
                 if tensor.dtype in _NUMBERS and not tensor.name.endswith("_packed"):
                     continue
@@ -130,8 +128,8 @@ class Search:
             self._report_lone_scales(methods)
             self._compare()
         for sentence in self.declared.wrong:
-            remedy = _CONVERT_ELSEWHERE if sentence.endswith(_NOT_READ) else _ONE_IS_WRONG
-            self.report(sentence, f"{_CONFIG}: quantization_config {sentence}.", remedy)
+            if not sentence.endswith(NOT_READ):
+                self.report(sentence, f"{_CONFIG}: quantization_config {sentence}.", _ONE_IS_WRONG)
         faults = tuple(self._counted(kind, problem) for kind, problem in self._faults.items())
         lacking = tuple(self._without_input_scale)
         return QuantisedWeights(self._packed, self._members, self._unknown, faults, lacking)
@@ -177,7 +175,14 @@ class Search:
         self.report("misfit", what, CORRUPT, (codes.name, scales.name))
 
     def add(
-        self, name: str, codes: StoredTensor, scales: StoredTensor, others: tuple[str, ...], form: PackedForm
+        self,
+        name: str,
+        codes: StoredTensor,
+        scales: StoredTensor,
+        others: tuple[str, ...],
+        form: PackedForm,
+        *,
+        padding: int = 0,
     ) -> None:
         """Add the tensor ``name``, which is stored as codes with scales, and ``others`` that belong to it."""
         if name != codes.name and name in self.stored:
@@ -192,7 +197,7 @@ class Search:
             return
         kind, block, shape = form
         is_power = scales.dtype in EXPONENTS or (kind.is_fp8 and self.declared.power_of_two)
-        key = (kind, shape, block, scales.dtype, is_power, scales.shape)
+        key = (kind, shape, block, scales.dtype, is_power, scales.shape, padding)
         try:
             quant_spec = self.memo.get(key) or self.memo.setdefault(key, QuantSpec(*key))
         except ValueError as error:
@@ -206,6 +211,7 @@ class Search:
             self._check_others(packed)
 
     def _check_others(self, packed: QuantisedWeight) -> None:
+        self._check_zero_points(packed)
         if packed.shape_tensor:
             shape = self.stored[packed.shape_tensor]
             if shape.dtype not in (DType.I32, DType.I64) or shape.shape != (2,):
@@ -214,6 +220,18 @@ class Search:
             scale, count = self.stored[packed.tensor_scale], packed.quant_spec.num_matrices
             if scale.dtype is not DType.F32 or scale.num_elements != count:
                 self.report("global scale", f"{described(scale)} is no F32 of {count} elements.", CORRUPT)
+
+    def _check_zero_points(self, packed: QuantisedWeight) -> None:
+        quant_spec = packed.quant_spec
+        dtype, shape = quant_spec.format.zero_points, quant_spec.zero_points_shape
+        if packed.zero_points and dtype is not None:
+            zeros = self.stored[packed.zero_points]
+            if len(shape) > 2 and quant_spec.rows % quant_spec.format.rows_of_zeros:
+                what = f"{described(zeros)} has integers that would be of two matrices of {list(shape)}."
+                self.report("zero points of a stack", what, CORRUPT)
+            if zeros.dtype is not dtype or zeros.shape != shape:
+                what = f"{described(zeros)} is no {dtype.value}{list(shape)}, as zero points are packed that"
+                self.report("zero points", f"{what} {described(self.stored[packed.codes])} needs.", CORRUPT)
 
     def _report_lone_scales(self, methods: Sequence[QuantMethod]) -> None:
         for name, tensor in self.stored.items():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
-from typing import Literal, NamedTuple
+from math import lcm, prod
+from typing import Literal, NamedTuple, TypeAlias
 
 from raymerge.dtypes import DType
 
@@ -18,6 +18,9 @@ WHOLE, ANY = 0, -1
 EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
 """Dtypes of scales that are exponents b, for a scale of 2 ** (b - 127)."""
 FLOATS = frozenset({DType.F32, DType.BF16, DType.F16})
+Made: TypeAlias = Literal["scales", "tensor_scale", "zero_points"]
+"""What is made with codes and stored beside them: scales of blocks, the one scale of a matrix, or the codes
+that stand for 0 in each block."""
 
 
 class Reference(NamedTuple):
@@ -57,6 +60,9 @@ class Format:
     """Whether the tensor has one scale: the ``only`` one, or a ``divisor`` or ``factor`` of block scales."""
     has_block_axis: bool = field(compare=False, default=False)
     """Whether blocks are an axis of the stored codes: [..., rows, blocks, bytes of a block]."""
+    zero_points: DType | None = field(compare=False, default=None)
+    """Dtype of the elements in which zero points of blocks are packed, those of the first row lowest; None
+    where the code for 0 is the same in all blocks."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "word", self.word or self.name)
@@ -71,7 +77,14 @@ class Format:
     @property
     def element_dtype(self) -> DType:
         """Dtype of one code, whatever dtype the codes are packed in."""
-        return DType.F8_E4M3 if self.code_bits == 8 else DType.F4
+        if self.code_bits == 8:
+            return DType.F8_E4M3 if self.is_fp8 else DType.I8
+        return DType.F4
+
+    @property
+    def rows_of_zeros(self) -> int:
+        """Rows whose zero points share an element."""
+        return 1 if self.zero_points is None else self.zero_points.bits // self.code_bits
 
     def tensor_scale_dtype(self, scale_dtype: DType) -> DType | None:
         """Dtype of the tensor's one scale, given that of its scales; None where there is none."""
@@ -112,6 +125,7 @@ class PartNames(NamedTuple):
     scales: str = ""
     tensor_scale: str = ""
     shape: str = ""
+    zero_points: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +158,10 @@ class QuantisedWeight:
     def shape_tensor(self) -> str | None:
         return next((name for name in self.others if name.endswith(".weight_shape")), None)
 
+    @property
+    def zero_points(self) -> str | None:
+        return next((name for name in self.others if name.endswith(".weight_zero_point")), None)
+
 
 def part_name(name: str, part: str, other: str) -> str:
     """Rename a part of the quantised tensor ``name`` to that of ``other``."""
@@ -165,6 +183,8 @@ class QuantSpec:
     """Whether every scale is a power of two, whatever its dtype (ue8m0)."""
     scales_shape: tuple[int, ...]
     """Of the stored scales; one dimension of size 1 more or less makes no difference."""
+    padding: int = 0
+    """Columns at the end that fill the last integer of a row, and are no numbers."""
 
     def __post_init__(self) -> None:
         if fault := _shape_fault(self) or _block_fault(self) or _scales_fault(self):
@@ -177,6 +197,10 @@ class QuantSpec:
     @property
     def columns(self) -> int:
         return self.shape[-1]
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-1], self.columns - self.padding)
 
     @property
     def num_matrices(self) -> int:
@@ -208,12 +232,21 @@ class QuantSpec:
     def tensor_scale_dtype(self) -> DType | None:
         return self.format.tensor_scale_dtype(self.scale_dtype)
 
+    @property
+    def cut_height(self) -> int:
+        """Rows between whose runs a matrix may be cut: of a scale row, or such as share their zero points."""
+        return lcm(self.scale_row_height, self.format.rows_of_zeros)
+
+    @property
+    def zero_points_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-2], -(-self.rows // self.format.rows_of_zeros), self.grid[1])
+
     def has_scale_rows_of(self, start: int, count: int) -> bool:
         """Whether the scale rows of a run of elements are those of a single matrix with as many rows.
 
         Not so where a run crosses matrices of a stack whose rows are not divided by scale rows."""
         size = self.rows * self.columns
-        return not self.rows % self.scale_row_height or start // size == (start + count - 1) // size
+        return not self.rows % self.cut_height or start // size == (start + count - 1) // size
 
     def codes_nbytes(self, num_rows: int) -> int:
         return num_rows * self.columns * self.format.code_bits // 8
@@ -234,8 +267,13 @@ class Encoding:
 
     @property
     def scale_row_height(self) -> int:
-        """Rows between whose runs a matrix may be cut."""
+        """Rows that share a row of the grid."""
         return self.block[0] or 1
+
+    @property
+    def cut_height(self) -> int:
+        """Rows between whose runs a matrix may be cut."""
+        return lcm(self.scale_row_height, self.format.rows_of_zeros)
 
     @property
     def tensor_scale_dtype(self) -> DType | None:
@@ -245,6 +283,22 @@ class Encoding:
         if self.format.tensor_scale == "only":
             return 0
         return self.scale_dtype.nbytes(-(-columns // (self.block[1] or columns)))
+
+    def made_dtype(self, what: Made) -> DType | None:
+        """Dtype of what is made with codes; None where it is not."""
+        if what == "scales":
+            return self.scale_dtype if self.scales_nbytes(1) else None
+        return self.tensor_scale_dtype if what == "tensor_scale" else self.format.zero_points
+
+    def made_nbytes(self, what: Made, num_rows: int, columns: int) -> int:
+        """Bytes of what is made with some rows of codes, from the beginning of a run that may be cut."""
+        dtype = self.made_dtype(what)
+        if dtype is None:
+            return 0
+        if what == "tensor_scale":
+            return dtype.nbytes(1)
+        height = self.scale_row_height if what == "scales" else self.cut_height
+        return dtype.nbytes(-(-num_rows // height) * -(-columns // (self.block[1] or columns)))
 
     def quant_spec(self, shape: tuple[int, ...]) -> QuantSpec:
         """For a tensor [..., rows, columns]. Raises ValueError: no matrix of this shape can be stored so."""

@@ -144,7 +144,7 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
         # The tables of DeepSeek-V4.1's memory have scales for each row, as rows are looked up one by one.
         schemes = (*schemes, Scheme(FP8_BLOCK, (1, block[1])))
     if table.get("fmt", "e4m3") not in _E4M3:
-        wrong = (*wrong, f"gives fmt as {brief(table['fmt'])}; only e4m3 is read")
+        wrong = (*wrong, f"gives fmt as {brief(table['fmt'])}, which is not read")
     experts = _EXPERT_FORMATS.get(str(table.get("expert_dtype") or ""))
     if experts is None:
         wrong = (*wrong, f"gives expert_dtype as {brief(table['expert_dtype'])}; only fp4 and fp8 are read")

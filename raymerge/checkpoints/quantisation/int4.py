@@ -1,12 +1,14 @@
 """INT4: integers from -8 to 7 with a scale for each group, as compressed-tensors packs them.
 
 ``pack-quantized``: eight codes to an I32, and a tensor of the shape, needed where only it gives the number
-of columns."""
+of columns. Where 0 has not the same code in all groups (``symmetric: false``), its codes are packed down the
+rows: eight rows to an I32, one for each group."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -24,6 +26,7 @@ from raymerge.checkpoints.quantisation.block_codec import (
 )
 from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
 from raymerge.checkpoints.quantisation.encoding import ANY, FLOATS, WHOLE, Format, QuantSpec, Reference
+from raymerge.checkpoints.quantisation.zero_points import ZeroPointCodec
 from raymerge.dtypes import DType
 from raymerge.storage.store import ReadStore
 
@@ -41,13 +44,25 @@ INT4 = Format(
     reference=Reference(tuple(code - 8.0 for code in range(16)), top=7.5, reach=7.5 / 7 * (1 + 2.0**-7)),
     parts={"codes": "_packed", "scales": "_scale", "shape": "_shape"},
 )
+INT4_ASYMMETRIC = replace(
+    INT4,
+    name="int4_asymmetric",
+    recipe_name="int4_asymmetric",
+    word="INT4 with zero points",
+    reference=Reference(tuple(map(float, range(16))), top=15.0),
+    parts={**INT4.parts, "zero_points": "_zero_point"},
+    zero_points=DType.I32,
+)
 SHAPE_ENDING = ".weight_shape"
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
-    if weights.kind == ("int", 4) and weights.strategy == "group" and weights.group:
-        return Scheme(INT4, (1, weights.group))
-    return Scheme(INT4, (1, WHOLE)) if weights.kind == ("int", 4) and weights.strategy == "channel" else None
+    if weights.kind != ("int", 4):
+        return None
+    form = INT4 if weights.is_symmetric else INT4_ASYMMETRIC
+    if weights.strategy == "group" and weights.group:
+        return Scheme(form, (1, weights.group))
+    return Scheme(form, (1, WHOLE)) if weights.strategy == "channel" else None
 
 
 _RUN_NBYTES = 64 << 10
@@ -135,6 +150,12 @@ def _nearest(quotients: Tensor) -> Tensor:
     return pack_nibbles(quotients.round_().clamp_(-_OFFSET, _OFFSET - 1).add_(_OFFSET).to(torch.uint8))
 
 
+def _nearest_above_zero(numbers: Tensor) -> Tensor:
+    import torch
+
+    return pack_nibbles(numbers.round_().clamp_(0, 15).to(torch.uint8))
+
+
 class Int4(Codec):
     """INT4, symmetric.
 
@@ -151,6 +172,16 @@ class Int4(Codec):
         dtype, former = quant_spec.scale_dtype, grid_steps(values, largest)
         usual = storable_scales(dtype, quotients(largest, _HALF_RANGE))
         return torch.where(former > 0, storable_scales(dtype, former), usual)
+
+
+class Int4Asymmetric(ZeroPointCodec):
+    """INT4 with zero points. -0 becomes 0."""
+
+    in_torch: ClassVar[InTorch] = InTorch(
+        lambda codes: nibble_elements(codes, INT4_ASYMMETRIC.reference.elements), _nearest_above_zero
+    )
+    least: ClassVar[int] = 0
+    greatest: ClassVar[int] = 15
 
 
 def grid_steps(values: Tensor, largest: Tensor) -> Tensor:

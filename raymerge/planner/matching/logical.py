@@ -168,6 +168,8 @@ class LogicalTensors:
             tensor = tensor._replace(shape=shape)
         if layout is None:
             place = self.whole(tensor)
+            if form is not self._format(name) and place.view is not None:
+                place = place._replace(num_elements=prod(shape), view=None)
             return (Block(0, place.num_elements, ((self.logical_name(name), place),)),)
         if self.is_turned(name, form):
             layout = replace(layout, kind=_TURNED[layout.kind])
@@ -202,10 +204,14 @@ class LogicalTensors:
         return self._source.model_type
 
     def whole(self, tensor: StoredTensor) -> Place:
-        count = prod(tensor.shape)
+        packed, shape = self._packed.get(tensor.name), tensor.shape
+        count = prod(shape if packed is None else packed.quant_spec.shape)
+        view = None
+        if packed is not None and packed.quant_spec.padding:
+            view = View(0, shape, (packed.quant_spec.columns, 1))
         scales = self._scales(tensor, 0, count) if self._packed else None
         heads = self._halved_heads(tensor) if self._source.rules.halved else 0
-        return Place(tensor, 0, count, tensor.shape, None, scales, heads)
+        return Place(tensor, 0, count, shape, view, scales, heads)
 
     def is_halved(self, name: str) -> bool:
         """Whether the rows of each head lie in two halves in a tensor of this name."""
@@ -251,11 +257,11 @@ class LogicalTensors:
         if form is not None and form.tensor_scale != "none":
             return 0
         quant_spec = self.quant_spec(name)
-        own = 1 if quant_spec is None else quant_spec.scale_row_height * columns
+        own = 1 if quant_spec is None else quant_spec.cut_height * columns
         if form != FP8_BLOCK or form is self._format(name):
             return own
         like = self.packed_like(name, form)
-        return lcm(own, columns * (USUAL_BLOCK[0] if like is None else like.quant_spec.scale_row_height))
+        return lcm(own, columns * (USUAL_BLOCK[0] if like is None else like.quant_spec.cut_height))
 
     def _layout(self, name: str) -> FusedLayout | None:
         if name not in self.stacked:
@@ -294,7 +300,12 @@ class LogicalTensors:
         if packed is None:
             return None
         of_tensor = None if packed.tensor_scale is None else stored[packed.tensor_scale]
-        return scales_of_run(packed.quant_spec, stored[packed.scales], start, count, of_tensor=of_tensor)
+        scales = scales_of_run(packed.quant_spec, stored[packed.scales], start, count, of_tensor=of_tensor)
+        if packed.zero_points is None:
+            return scales
+        zeros = stored[packed.zero_points]
+        offset, _ = replace(scales, zeros_offset=zeros.offset).zeros_of(start, count)
+        return replace(scales, zeros_key=zeros.key, zeros_offset=offset)
 
     @cached_property
     def _places(self) -> Mapping[str, Place]:
@@ -398,9 +409,9 @@ def scales_of_run(
 def _scale_rows_before(quant_spec: QuantSpec, element: int) -> int:
     row, within = divmod(element, quant_spec.columns)
     matrix, row = divmod(row, quant_spec.rows)
-    if within or row % quant_spec.scale_row_height:
+    if within or row % quant_spec.cut_height:
         raise ValueError(
             f"element {element} of {list(quant_spec.shape)} does not begin a scale row of "
-            f"{quant_spec.scale_row_height} rows"
+            f"{quant_spec.cut_height} rows"
         )
     return matrix * quant_spec.grid[0] + row // quant_spec.scale_row_height

@@ -100,7 +100,11 @@ def _stored(output: Output) -> Iterator[Output]:
         shape = quant_spec.scales_shape
         yield Output(packed.scales, quant_spec.scale_dtype, shape, (), False, scales_of=packed.codes)
     if packed.tensor_scale is not None:
-        yield Output(*packed.tensor_scale, (), False, scales_of=packed.codes, is_tensor_scale=True)
+        yield Output(*packed.tensor_scale, (), False, scales_of=packed.codes, made="tensor_scale")
+    if packed.zero_points and quant_spec.format.zero_points is not None:
+        shape = quant_spec.zero_points_shape
+        dtype = quant_spec.format.zero_points
+        yield Output(packed.zero_points, dtype, shape, (), False, scales_of=packed.codes, made="zero_points")
     yield from packed.others
 
 

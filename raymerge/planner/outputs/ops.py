@@ -536,7 +536,7 @@ def _runs_on(quant_spec: QuantSpec | None) -> bool:
     """Whether the matrices of a stack can be read and written as one: no scale is that of a whole matrix, and
     none is shared by rows of two matrices."""
     return quant_spec is None or (
-        quant_spec.tensor_scale_dtype is None and not quant_spec.rows % quant_spec.scale_row_height
+        quant_spec.tensor_scale_dtype is None and not quant_spec.rows % quant_spec.cut_height
     )
 
 

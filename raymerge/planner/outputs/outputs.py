@@ -63,13 +63,13 @@ def fresh_parts(
     shape = (shape_tensor(names.shape, dtype, quant_spec),) if names.shape else ()
     one, size = quant_spec.tensor_scale_dtype, quant_spec.format.tensor_scale_shape
     of_all = None if one is None else TensorSpec(names.tensor_scale, one, size)
-    return QuantisedOutput(quant_spec, names.codes, names.scales, shape, of_all)
+    return QuantisedOutput(quant_spec, names.codes, names.scales, shape, of_all, names.zero_points)
 
 
 def _names_like(like: QuantisedWeight, output: str) -> PartNames:
     one = like.tensor_scale
     scales = None if like.scales == one else like.scales
-    held = (like.codes, scales, one, like.shape_tensor)
+    held = (like.codes, scales, one, like.shape_tensor, like.zero_points)
     return PartNames(*("" if part is None else part_name(like.name, part, output) for part in held))
 
 
@@ -78,7 +78,7 @@ def shape_tensor(name: str, dtype: DType, quant_spec: QuantSpec) -> Output:
 
     Never copied from a source: no header tells whether a source's is true."""
     size = dtype.bits // 8
-    content = b"".join(each.to_bytes(size, "little") for each in (quant_spec.rows, quant_spec.columns))
+    content = b"".join(each.to_bytes(size, "little") for each in quant_spec.logical_shape[-2:])
     op = matrix_op((), (2,), name, constant_expression(dtype, content))
     return Output(name, dtype, (2,), (op,), False)
 
@@ -341,10 +341,11 @@ class OutputBuilder:
             names[packed.codes],
             "" if packed.scales == one else names[packed.scales],
             (
-                *(other(name) for name in packed.others if name != one),
+                *(other(name) for name in packed.others if name not in (one, packed.zero_points)),
                 *self.scales.of_another(packed, output, source, chosen),
             ),
             None if one is None else TensorSpec(names[one], stored[one].dtype, stored[one].shape),
+            "" if packed.zero_points is None else names[packed.zero_points],
         )
 
     def _settle_held(self, aligned: Aligned, use: Use = Use.DROPPED, rule: Rule = Rule.NOT_CHOSEN) -> None:
