@@ -429,7 +429,7 @@ def test_combining_codes_that_are_not_read_is_refused_and_still_accounts_for_eve
     made = planned(linear(_codebook(tmp_path / "a"), _codebook(tmp_path / "b")))
     problems = [str(problem) for problem in made.plan.problems]
     assert len(problems) == 2
-    assert all("2 tensors are quantised as gptq, which raymerge" in each for each in problems)
+    assert all("2 tensors are quantised as GPTQ, which raymerge" in each for each in problems)
     assert all(f"{WEIGHT} I32[64, 4]; {WEIGHT}.qzeros I32[1, 4]" in problem for problem in problems)
     assert made.fates() == {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
 
@@ -446,7 +446,7 @@ def test_another_dtype_of_block_fp8_is_written_without_scales(tmp_path: Path, ke
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])
 def test_another_dtype_of_codes_that_are_not_read_is_refused(tmp_path: Path, key: str) -> None:
     (problem,) = refusals(one(_codebook(tmp_path / "a"), **{key: "bfloat16"}))
-    assert "2 tensors are quantised as gptq" in problem
+    assert "2 tensors are quantised as GPTQ" in problem
     assert "without dtype" in problem
 
 

@@ -11,7 +11,7 @@ import pytest
 from kits.checkpoint_maker import llama_config
 from kits.family_names import llama
 from kits.marks import one_in
-from kits.packed_headers import FP8, GOOD, NV, X, compressed, f8, f32
+from kits.packed_headers import FP8, GOOD, NV, W4, X, compressed, f8, f32
 from kits.plan_damage import changes, tampered
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, planned, refusals
 from kits.recipe_maker import linear, one, twice
@@ -23,7 +23,7 @@ from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.check_ops import Check, check_ops, check_scales
 from raymerge.merge_plan.memory import expression_passes, project
 from raymerge.merge_plan.plan import SCHEMAS, Plan
-from raymerge.planner.inputs.quantised import quantised_formats
+from raymerge.planner.inputs.quantised import other_methods, quantised_formats
 from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint, quantised_groups
 from raymerge.recipes.entry import ModelReference
@@ -64,6 +64,9 @@ FORMATS: dict[str, Specs] = {
 }
 
 
+W4_PARTS: Specs = {"weight_packed": (DType.I32, (32, 4)), "weight_scale": (DType.BF16, (32, 1))}
+
+
 def _model(root: Path, extra: Specs, **config: Any) -> Path:
     specs = {name: spec for name, spec in llama_specs(1).items() if not name.startswith(Q)}
     return header_checkpoint(root, {**specs, **extra}, {**llama_config(layers=1), **config})
@@ -77,6 +80,20 @@ def _in_q(specs: Specs) -> Specs:
     return {f"{Q}.{leaf}": spec for leaf, spec in specs.items()}
 
 
+NAMES = {
+    "hqq": ("HQQ", "dequantize"),
+    "quanto": ("quanto", "optimum-quanto"),
+    "vptq": ("VPTQ", "vptq"),
+    "aqlm": ("AQLM", "aqlm"),
+    "eetq": ("EETQ", "made from"),
+    "bitnet": ("BitNet", "bfloat16"),
+    "gptq": ("GPTQ", "gptqmodel"),
+    "awq": ("AWQ", "compressed-tensors"),
+    "bitsandbytes": ("bitsandbytes in 4 bits (NF4 or FP4)", "model.dequantize()"),
+}
+"""What each is called, and a word of what to do."""
+
+
 @pytest.mark.parametrize("method", one_in(3, FORMATS))
 def test_a_declared_format_is_refused_whole_and_by_its_own_name(tmp_path: Path, method: str) -> None:
     config = {"quantization_config": {"quant_method": method}}
@@ -84,7 +101,12 @@ def test_a_declared_format_is_refused_whole_and_by_its_own_name(tmp_path: Path, 
     problems = refusals(linear(a, b))
     assert len(problems) == 2
     count = len(FORMATS[method])
-    assert all(f"{count} tensors are quantised as {method}," in problem for problem in problems)
+    name, word = NAMES[method]
+    for problem in problems:
+        assert f"{count} tensors are quantised as {name}," in problem
+        assert word in problem
+        assert "merge_method: passthrough" in problem
+        assert any(tensor in problem for tensor in _in_q(FORMATS[method]))
     good(one(a))
 
 
@@ -102,7 +124,7 @@ def test_a_format_that_nobody_declares_is_refused_whole_all_the_same(tmp_path: P
 def test_a_declaration_counts_wherever_it_stands(tmp_path: Path, section: str) -> None:
     table = {"quant_method": "hqq"}
     config = {"text_config": {"quantization_config": table}} if section == "text_config" else {section: table}
-    assert set(_formats(tmp_path / "a", _in_q(FORMATS["hqq"]), **config).values()) == {"hqq"}
+    assert set(_formats(tmp_path / "a", _in_q(FORMATS["hqq"]), **config).values()) == {"HQQ"}
 
 
 PLAIN: dict[str, Specs] = {
@@ -153,6 +175,7 @@ def test_a_plain_stack_of_experts_beside_a_quantised_one_stays_plain(tmp_path: P
 
 
 DECLARED = {"quantization_config": {"quant_method": "compressed-tensors"}}
+SINQ = {"quantization_config": {"quant_method": "sinq"}}
 UNNAMED = {"quantization_config": {"a": 1}}
 
 
@@ -162,17 +185,60 @@ UNNAMED = {"quantization_config": {"a": 1}}
         ({"weight_packed": (DType.U8, (2, 2)), "weight_global_scale": (DType.F32, (1,))}, DECLARED, "NVFP4"),
         ({"weight": f8(2, 2), "weight_scale": f32()}, DECLARED, "FP8 with weight_scale"),
         ({"weight": f8(2, 2), "qscale_weight": f32()}, DECLARED, "FP8 with qscale_weight"),
-        ({"weight": (DType.I8, (2, 2)), "SCB": f32(2)}, DECLARED, "bitsandbytes"),
+        ({"weight": (DType.I8, (2, 2)), "SCB": f32(2)}, DECLARED, "bitsandbytes in 8 bits (LLM.int8)"),
         ({"weight_packed": (DType.I32, (2, 2))}, UNNAMED, "packed INT4"),
         ({"weight": (DType.U8, (2, 2))}, UNNAMED, "U8 codes"),
         ({"qweight": (DType.I32, (2, 2)), "qzeros": (DType.I32, (1, 1))}, {}, "GPTQ or AWQ"),
-        ({"weight": (DType.F8_E5M2, (2, 2))}, {}, "F8_E5M2 without a scale beside it"),
+        ({"qweight": (DType.I32, (4, 32)), "scales": (DType.F16, (1, 32))}, {}, "GPTQ"),
+        ({"qweight": (DType.I32, (32, 4)), "scales": (DType.F16, (1, 32))}, {}, "AWQ"),
+        ({"weight": (DType.F8_E5M2, (2, 2))}, {}, "FP8 e5m2"),
+        ({"weight": (DType.F8_E4M3FNUZ, (2, 2)), "weight_scale": f32()}, DECLARED, "FP8 e4m3fnuz"),
+        ({"W_q": (DType.U8, (2, 2)), "scale": f32(2)}, SINQ, "SINQ"),
+        ({"weight": (DType.U32, (2, 2)), "scales": f32(2), "biases": f32(2)}, {}, "MLX"),
     ],
 )
 def test_names_that_only_one_format_uses_tell_more_than_the_declaration(
     tmp_path: Path, extra: Specs, config: Mapping[str, Any], form: str
 ) -> None:
     assert _formats(tmp_path / "a", _in_q(extra), **config) == dict.fromkeys(_in_q(extra), form)
+
+
+ROTATED = "weights rotated by transform_config"
+NOT_UNDERSTOOD: dict[str, tuple[dict[str, Any], str]] = {
+    "a rotation": ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, ROTATED),
+    "sparse": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights (2:4 or by bitmask)"),
+    "Marlin": ({"format": "marlin-24"}, "sparse weights (2:4 or by bitmask)"),
+    "another format": (
+        {"format": "mxfp6-pack-quantized"},
+        "compressed-tensors, of which quantization_config gives format as mxfp6-pack-quantized",
+    ),
+    "a field": ({"codebook": 1}, "compressed-tensors, of which quantization_config has codebook"),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 e5m2"),
+    "fnuz": ({"quant_method": "fp8", "fmt": "float8_e4m3fnuz"}, "FP8 e4m3fnuz"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_UNDERSTOOD)
+def test_a_config_that_is_not_understood_refuses_numbers_and_not_copies(kind: str, tmp_path: Path) -> None:
+    """Alone, and of a stack whose other layers are plain."""
+    fields, name = NOT_UNDERSTOOD[kind]
+    is_fp8 = fields.get("quant_method") == "fp8"
+    extra = {"weight": f8(32, 32), "weight_scale_inv": f32(1, 1)} if is_fp8 else W4_PARTS
+    table = {"quant_method": "compressed-tensors", **compressed(W4)} | fields
+    a, b = (_model(tmp_path / each, _in_q(extra), quantization_config=table) for each in "ab")
+    problems = refusals(linear(a, b))
+    assert len(problems) == 2
+    assert all(f"tensors are quantised as {name}, which raymerge can neither" in each for each in problems)
+    assert all(f"{Q}.weight" in each for each in problems) or kind == "a rotation"
+    made = good(one(a))
+    assert made.method(next(iter(_in_q(extra)))) == "copy"
+    assert made.config["quantization_config"] == table
+
+
+def test_the_page_on_conversions_lists_every_format_that_is_only_copied() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "convert.md").read_text()
+    listed = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert listed == [f"| {each.title} | {each.advice} |" for each in other_methods()]
 
 
 def test_what_a_name_alone_calls_codes_is_refused(tmp_path: Path) -> None:

@@ -490,7 +490,7 @@ def test_plain_numbers_are_not_made_of_codes_that_are_not_read(kind: str, tmp_pa
     assert _said({**recipe, "out_format": "same"}) == ""
     for asked in ("bf16", [{"role": "attention", "value": "bf16"}, "same"]):
         said = _said({**recipe, "out_format": asked})
-        assert f"quantised as {'gptq' if kind == 'GPTQ' else 'other'}" in said
+        assert f"quantised as {'GPTQ' if kind == 'GPTQ' else 'other'}" in said
 
 
 def _codes(root: Path) -> set[str]:

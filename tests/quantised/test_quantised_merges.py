@@ -287,7 +287,7 @@ def test_tables_of_unread_formats_stay_where_what_is_copied_is_all(tmp_path: Pat
     model = _model(tmp_path / "gptq", _plain, _gptq, _GPTQ)
     assert _planned(model, "same") == (_GPTQ, "")
     said = _planned(model, _part("attention", "fp8_block"))[1]
-    assert "24 tensors would be copied as gptq (such as model.layers.0.mlp.down_proj.g_idx)" in said
+    assert "24 tensors would be copied as GPTQ (such as model.layers.0.mlp.down_proj.g_idx)" in said
     assert "stored as fp8_block (such as model.layers.0.self_attn.k_proj)" in said
 
 

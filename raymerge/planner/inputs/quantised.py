@@ -10,14 +10,18 @@ tensors. Names only decide what the format is called."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from itertools import chain
+from typing import Any
 
 from raymerge.architectures.rules import Role, quantisation_tables, rules_of
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
-from raymerge.checkpoints.quantisation.formats import packed_tensors
+from raymerge.checkpoints.quantisation.formats import packed_tensors, read_declared
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
@@ -65,7 +69,6 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
     Plain tensors are left out: one that is merely called ``scales``, integers that stand alone, masks, and
     buffers that loaders recompute."""
     tables = [each for each in quantisation_tables(checkpoint.config) if isinstance(each, Mapping)]
-    method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
     integers = _integers(checkpoint)
     codes = {
         name
@@ -81,13 +84,16 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
         belongs = module in modules or (tables and name.endswith(_PARTNER_ENDINGS))
         if belongs and (tensor.dtype.is_mergeable or name in integers):
             groups.setdefault(module, []).append(tensor)
-    return {
+    method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
+    naming = _Naming(method, read_declared(tables).unread, other_methods())
+    formats = {
         tensor.name: form
         for group in groups.values()
         if tables or len(group) > 1 or group[0].dtype.is_narrow_float
-        for form in (_format(group, method),)
+        for form in (naming.form(group),)
         for tensor in group
     }
+    return {**naming.transformed(checkpoint.tensors.values()), **formats}
 
 
 def _integers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
@@ -125,11 +131,77 @@ def _module(name: str, checkpoint: Checkpoint) -> str:
     return above if word in _CODEBOOK_MODULES or parent in checkpoint.tensors else parent
 
 
-def _format(group: Sequence[StoredTensor], method: str) -> str:
-    if method == _FP8 and not any(tensor.dtype is DType.F8_E4M3 for tensor in group):
-        # The table of DeepSeek-V4 says nothing of its experts, which are in another format.
-        method = ""
-    return next(_by_names(group), None) or method or _by_codes(group)
+@dataclass(frozen=True, slots=True)
+class OtherMethod:
+    """A way of publishing weights that is copied and not read; see ``other_methods.toml``."""
+
+    title: str
+    advice: str
+    names: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    plain: bool = False
+
+    def is_of(self, group: Sequence[StoredTensor]) -> bool:
+        """Whether a module's tensors have the names that only this method uses."""
+        return bool(self.endings) and all(
+            any(each.name.endswith(ending) for each in group) for ending in self.endings
+        )
+
+    def has_dtype(self, group: Sequence[StoredTensor]) -> bool:
+        return any(each.dtype.value in self.dtypes for each in group)
+
+
+def other_methods() -> tuple[OtherMethod, ...]:
+    text = files("raymerge.checkpoints.quantisation").joinpath("other_methods.toml").read_text("utf-8")
+    tables = tomllib.loads(text)["method"]
+    return tuple(map(_other_method, tables))
+
+
+def _other_method(table: Mapping[str, Any]) -> OtherMethod:
+    names, endings, dtypes, words = (
+        tuple(table.get(key, ())) for key in ("names", "endings", "dtypes", "words")
+    )
+    plain = bool(table.get("plain"))
+    return OtherMethod(table["title"], table["advice"], names, endings, dtypes, words, plain)
+
+
+def advice_on(form: str) -> str:
+    """What makes a model in a format that is not read fit for merging."""
+    advice = next((each.advice for each in other_methods() if each.title == form), "")
+    return advice or "Use a checkpoint converted to bfloat16 by the tool that made this one."
+
+
+class _Naming:
+    """Calls codes that are not read by the name of their method."""
+
+    def __init__(self, method: str, unread: str, others: Sequence[OtherMethod]) -> None:
+        """``unread``: what the config says that is not understood, as in ``Declared``."""
+        self._method, self._others = method, others
+        self._named = [each for each in others if method.lower() in each.names]
+        self._unread = unread.partition(", which is not")[0]
+        alike = (each for each in others if any(word in unread for word in each.words))
+        self._meant = next(alike, None)
+
+    def form(self, group: Sequence[StoredTensor]) -> str:
+        if self._unread:
+            own = f"{self._method}, of which quantization_config {self._unread}"
+            return self._meant.title if self._meant else own
+        method = self._method
+        if method == _FP8 and not any(tensor.dtype is DType.F8_E4M3 for tensor in group):
+            # The table of DeepSeek-V4 says nothing of its experts, which are in another format.
+            method = ""
+        by_dtype = (each.title for each in self._others if each.has_dtype(group))
+        named = sorted(self._named, key=lambda each: not each.is_of(group))
+        by_endings = (each.title for each in self._others if each.is_of(group))
+        titles = chain(by_dtype, _by_names(group), (each.title for each in named), by_endings)
+        return next(titles, None) or method or _by_codes(group)
+
+    def transformed(self, tensors: Iterable[StoredTensor]) -> dict[str, str]:
+        """Matrices that are stored as plain numbers, and mean something else all the same."""
+        title = self._meant.title if self._meant is not None and self._meant.plain else ""
+        return {each.name: title for each in tensors if title and len(each.shape) > 1}
 
 
 def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
@@ -151,20 +223,26 @@ def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
     for endings, form in _FORMS.items():
         if has(*endings):
             yield form
-    if has(".absmax") or has(".quant_map") or has(".SCB"):
-        yield "bitsandbytes"
     if any(f"{name}_scale" in names for name in narrow):
         yield "FP8 with weight_scale"
 
 
 def _by_codes(group: Sequence[StoredTensor]) -> str:
     if any(tensor.name.endswith(".qweight") for tensor in group):
-        return "GPTQ or AWQ"
+        return _gptq_or_awq({tensor.name.rpartition(".")[2]: tensor.shape for tensor in group})
     narrow = next((tensor for tensor in group if tensor.dtype.is_narrow_float), None)
     if narrow is not None:
         return f"{narrow.dtype.value} without a scale beside it"
     code = next((tensor for tensor in group if not tensor.dtype.is_mergeable), None)
     return f"{code.dtype.value} codes" if code is not None else "a format that has no name"
+
+
+def _gptq_or_awq(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Eight codes to an integer: GPTQ packs them down the rows, AWQ along them."""
+    codes, scales = shapes.get("qweight", ()), shapes.get("scales", ())
+    if len(codes) != 2 or len(scales) != 2:
+        return "GPTQ or AWQ"
+    return "GPTQ" if codes[1] == scales[1] else "AWQ"
 
 
 class PlainNumbers:
@@ -175,6 +253,7 @@ class PlainNumbers:
         self._weights = [each.packs or quantised_tensors(each) for each in checkpoints]
         self._are_numbers = [each.packs is not None for each in checkpoints]
         self.are_plain = [not (own.tensors or own.unknown) for own in self._weights]
+        self._advice: dict[str, str] = {}
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
         return tensor.name in self._weights[source].unknown or self._weight(source, tensor) is not None
@@ -194,9 +273,11 @@ class PlainNumbers:
         if not form and tensor.dtype.is_mergeable:
             return True
         what = "which raymerge can neither combine nor convert: their raw codes mean nothing by themselves"
+        if form not in self._advice:
+            self._advice[form] = advice_on(form)
         remedy = (
-            "Use a checkpoint converted to bfloat16, or a recipe that takes these tensors from one "
-            "source unchanged (merge_method: passthrough, without dtype)."
+            f"{self._advice[form]} Or have a recipe take these tensors from one source unchanged "
+            "(merge_method: passthrough, without dtype), alone or beside others that are merged."
         )
         return self._refuse(source, tensor, form or f"{tensor.dtype.value} integers", what, remedy)
 
