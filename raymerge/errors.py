@@ -131,7 +131,7 @@ class NotCachedError(CheckpointError):
 
 
 class NonFiniteError(UserError, ValueError):
-    """NaN or infinity in a source or a result; nothing was published."""
+    """NaN, infinity or a scale that is not positive in a source or a result; nothing was published."""
 
 
 class VerificationError(UserError, ValueError):

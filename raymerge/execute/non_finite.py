@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raymerge.checkpoints.quantisation.block_codec import load_scales
 from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.execute.decoding import numbers, tensor_scale
+from raymerge.execute.decoding import numbers
 from raymerge.execute.reading import Load, Raw, RawCodes, RawInput, RawRows, TileJob
+from raymerge.execute.stored_scales import NOT_FINITE, scale_fault
 from raymerge.merge_plan.expressions import Read
 from raymerge.merge_plan.jobs import Input, OpJob
 
@@ -66,7 +66,6 @@ def _has_any(data: npt.NDArray[np.uint8], dtype: DType) -> bool:
     return full or has_full(words, *_LANES[dtype])
 
 
-_LOST = "NaN or infinity"
 _FP8_NAN = 0x7F
 
 
@@ -74,8 +73,7 @@ class StoredByte(NamedTuple):
     source: int
     key: str
     byte: int
-    is_finite: bool = False
-    """Whether it is a code whose product with its scale is too large for float32, and so no number."""
+    what: str = NOT_FINITE
 
 
 def find_cause(op: OpJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
@@ -84,10 +82,9 @@ def find_cause(op: OpJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Se
             for each, held in zip(op.inputs, raw, strict=True):
                 byte = _non_finite_byte(tile, each, held)
                 if byte is not None:
-                    what = "codes with scales that make numbers beyond float32" if byte.is_finite else _LOST
                     return Problem(
                         f"{names[byte.source]}: {op.tensor}",
-                        f"the source holds {what}, here first at byte {byte.byte} of {byte.key}.",
+                        f"the source holds {byte.what}, here first at byte {byte.byte} of {byte.key}.",
                         "Repair or replace that model; nothing was published.",
                     )
     # Codes can hold whatever float32 can: their scales are made to fit.
@@ -112,15 +109,16 @@ def _non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> StoredByte 
 
 
 def _in_codes(tile: TileJob, raw: RawCodes) -> StoredByte | None:
-    """A scale that is not finite, or else a code that makes no finite number with its scale."""
+    """A scale that is not finite, or negative, or else a code that makes no finite number with its scale."""
     source, scales = raw.read, raw.layout
-    whole = tensor_scale(raw)
-    if whole is not None and not bool(whole.isfinite()):
-        return StoredByte(source.source, scales.tensor_key, scales.tensor_offset)
-    dtype = scales.encoding.scale_dtype
-    lost = torch.nonzero(~load_scales(dtype, raw.scales).isfinite())
-    if len(lost):
-        return StoredByte(source.source, scales.key, tile.scales_span(scales)[0] + dtype.nbytes(int(lost[0])))
+    stored = (
+        (scales.encoding.tensor_scale_dtype, raw.tensor_scale, scales.tensor_key, scales.tensor_offset),
+        (scales.encoding.scale_dtype, raw.scales, scales.key, tile.scales_span(scales)[0]),
+    )
+    for dtype, data, key, offset in stored:
+        fault = None if dtype is None else scale_fault(dtype, data.numpy())
+        if dtype is not None and fault is not None:
+            return StoredByte(source.source, key, offset + dtype.nbytes(fault.place), fault.words)
     values = numbers(raw, in_order=False).view(torch.uint8)
     first = first_non_finite(values.numpy(), DType.F32)
     if first is None:
@@ -128,7 +126,8 @@ def _in_codes(tile: TileJob, raw: RawCodes) -> StoredByte | None:
     # Several codes may lie in one byte. In FP8 alone one of them may itself be no number.
     byte = first * source.dtype.bits // 8
     is_nan = scales.encoding.format.is_fp8 and (int(raw.codes[byte]) & _FP8_NAN) == _FP8_NAN
-    return _at(source, tile.span(source)[0] + byte)._replace(is_finite=not is_nan)
+    found = _at(source, tile.span(source)[0] + byte)
+    return found if is_nan else found._replace(what="codes with scales that make numbers beyond float32")
 
 
 def _in_rows(raw: RawRows) -> StoredByte | None:

@@ -75,6 +75,10 @@ class NotFinite(Exception):  # noqa: N818 - no error of the user's yet; who catc
         self.op = op
 
 
+class NegativeScale(NotFinite):
+    """A scale of an op's input is negative or NaN."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     op: OpJob

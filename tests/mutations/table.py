@@ -15,6 +15,7 @@ ADAPTERS = "runtime/test_runtime_adapters.py"
 CODECS = "checkpoints/test_codecs.py"
 QUANTISED = "quantised/test_quantised_merges.py"
 SCALES = "quantised/test_quantised_scale_groups.py"
+HOSTILE = "quantised/test_quantised_hostile.py"
 VERIFIER = "verifier/test_verifier_structure.py"
 FINITE = "execute/test_execute_output.py"
 REPORT = "cli/test_cli_report_page.py verifier/test_verifier_observations.py"
@@ -357,6 +358,16 @@ MUTATIONS = (
     ),
     # Codes and scales
     Mutation("checkpoints/quantisation/fp8.py", "torch.where(lost, 0x7F, codes)", "codes", CODECS),
+    Mutation(
+        "checkpoints/quantisation/zero_points.py", "blocks.amin(2).clamp_(max=0)", "blocks.amin(2)", CODECS
+    ),
+    Mutation(
+        "checkpoints/quantisation/zero_points.py",
+        ".transpose(1, 2)\n        return torch.stack",
+        "\n        return torch.stack",
+        CODECS,
+    ),
+    Mutation("execute/stored_scales.py", "_first(bits > sign, NEGATIVE)", "None", HOSTILE),
     Mutation(
         "checkpoints/quantisation/fp8.py",
         "power_of_two_above(scales) if quant_spec.power_of_two else scales",

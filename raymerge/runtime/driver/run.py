@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -31,6 +31,7 @@ from raymerge.errors import (
 )
 from raymerge.events import OnEvent
 from raymerge.execute.receipts import Receipt, op_digests
+from raymerge.execute.stored_scales import scale_problems
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
@@ -262,15 +263,24 @@ class Run:
     def carry_out(self, pool: Pool) -> RunResult:
         """Run with a started pool until the checkpoint is published. Raises TargetError: the output place is
         taken or holds another plan's unfinished run; OptionError: workers do not see the sources or the
-        output place; NonFiniteError: a source holds NaN or infinity; the staging directory is removed;
+        output place; NonFiniteError: a source holds NaN, infinity or scales of codes that are no positive
+        numbers; the staging directory is removed;
         CheckpointError: a source was changed while it was read; IncompleteError: stopped by a signal or worn
         out; the same command goes on from here; VerificationError: what was written is not what was planned.
         """
         notes = self._plan.manifest["notes"]
         most = max(self.projection.whole_peak, self.projection.gpu_peak if pool.device != "cpu" else 0)
         self._on_event(planned(self._plan, most, notes))
+        self._check_scales()
         with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
             return self._carry_out(pool, lease)
+
+    def _check_scales(self) -> None:
+        with versions.checking_sources(self._held), ExitStack() as opened:
+            stores = [opened.enter_context(open_store(each.root)) for each in self._held]
+            problems = tuple(scale_problems(self._plan, stores, [each.name for each in self._held]))
+        if problems:
+            raise NonFiniteError(problems)
 
     def _carry_out(self, pool: Pool, lease: Lease) -> RunResult:
         pool.survey(self._segment_work(pool))
