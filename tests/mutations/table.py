@@ -200,7 +200,13 @@ MUTATIONS = (
     Mutation(
         "planner/outputs/scale_groups.py", "not made and len(sources) == 1", "len(sources) == 1", SCALES
     ),
-    Mutation("planner/outputs/scale_groups.py", "            made = names\n", "", SCALES),
+    Mutation("planner/outputs/scale_groups.py", "            made = names\n", "", QUANTISED),
+    Mutation(
+        "checkpoints/quantisation/detect.py", "if declared.scales_inputs and self", "if self", QUANTISED
+    ),
+    Mutation(
+        "checkpoints/quantisation/detect.py", "self._without_input_scale.append(packed.name)", "pass", SCALES
+    ),
     Mutation("planner/inputs/served_scales.py", "own[0] if self.is_expert else own.max", "own.max", SCALES),
     Mutation(
         "planner/inputs/served_scales.py",
