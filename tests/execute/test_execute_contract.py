@@ -485,7 +485,8 @@ def test_pieces_are_decoded_as_the_whole(form: Format, scale_rows: int) -> None:
     source = tile.op.parts[0].inputs[0]
     assert isinstance(source, Read)
     assert source.scales is not None
-    whole = RawCodes(source, source.scales, codes, scales, torch.empty(0, dtype=torch.uint8))
+    nothing = torch.empty(0, dtype=torch.uint8)
+    whole = RawCodes(source, source.scales, codes, scales, nothing, nothing)
     found, starts = [], []
     for piece, (raw,) in pieces(tile, (whole,)):
         assert isinstance(raw, RawCodes)
