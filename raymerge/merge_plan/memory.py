@@ -14,7 +14,7 @@ whose logical tensors lie across each other (views) is one tile, and computed in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +25,19 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Expression, Scales, group_multiple
-from raymerge.merge_plan.plan import Plan, ints, last_values, lists, repeated_inputs, sums
+from raymerge.merge_plan.plan import (
+    Ints,
+    Plan,
+    codes,
+    ints,
+    last_values,
+    lists,
+    numbered,
+    numbered_runs,
+    repeated_inputs,
+    starts,
+    sums,
+)
 from raymerge.merge_plan.tables import read_scales, read_view
 from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, Access, Method
 from raymerge.storage.local.buffers import ALIGNMENT
@@ -564,9 +576,9 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
     """Peak memory of a plan under a budget, and the smallest budget it can be run with; with fewer lanes
     where the budget does not hold so many, or the plan has not as many segments."""
     names = plan["tensors"].column("name")
-    needs = list(_needs(plan))
+    kinds = op_kinds(plan).kinds
     least, least_tensor, least_method = max(
-        ((need.least_bytes, tensor, expression.method) for tensor, _, need, expression, _ in needs),
+        ((each.need.least_bytes, each.tensor, each.expression.method) for each in kinds),
         default=(0, 0, ""),
         key=lambda each: each[0],
     )
@@ -575,11 +587,11 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
     lanes = max(1, min(lanes, most, plan["segments"].num_rows))
     lane = Lane((budget - shared) // lanes)
     peak, peak_tensor = max(
-        ((tiling(need, count, lane, passes=n).peak, tensor) for tensor, count, need, _, n in needs),
-        default=(0, 0),
-        key=lambda each: each[0],
+        ((each.tiling(lane).peak, each.tensor) for each in kinds), default=(0, 0), key=lambda each: each[0]
     )
-    gpu_peak = max((lane.gpu_peak(need, count, passes=n) for _, count, need, _, n in needs), default=0)
+    gpu_peak = max(
+        (lane.gpu_peak(each.need, each.num_elements, passes=each.passes) for each in kinds), default=0
+    )
     named = len(names) > 0
     return Projection(
         budget,
@@ -594,56 +606,102 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
     )
 
 
-def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
-    """Every distinct need of a plan's ops: tensor, elements, need, expression, passes."""
-    expressions = plan.expressions
-    inputs, ops = plan["inputs"], plan["ops"]
-    gathers = gather_needs(plan)
-    encodings = plan.encodings
-    scales = [_sized(read_scales(tuple(row.values()), encodings)) for row in plan["scales"].to_pylist()]
-    reads = [
-        (dtype, nbytes, gathers[number] if number >= 0 else None, scales[own] if own >= 0 else None, *more)
-        for dtype, nbytes, number, own, *more in zip(
-            *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "gather", "scales")),
-            _views(inputs, "view_shape"),
-            repeated_inputs(plan).tolist(),
-            strict=True,
+class OpKind(NamedTuple):
+    """What ops have in common that need the same memory."""
+
+    tensor: int
+    """The tensor of the first of them."""
+    num_elements: int
+    need: Need
+    expression: Expression
+    passes: int
+    """Passes over all inputs before the last one."""
+
+    def tiling(self, lane: Lane) -> Tiling:
+        return tiling(self.need, self.num_elements, lane, passes=self.passes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpKinds:
+    kinds: tuple[OpKind, ...]
+    numbers: Ints
+    """The kind of each op ``[ops]``; -1 for scales that are made with their codes."""
+
+    def read_again(self, lane: Lane) -> Ints:
+        """How often a lane reads each op again, since passes need it whole and it does not fit ``[ops]``."""
+        again = [0 if each.tiling(lane).is_whole(each.num_elements) else each.passes for each in self.kinds]
+        return np.array([*again, 0], dtype=np.int64)[self.numbers]
+
+
+def op_kinds(plan: Plan) -> OpKinds:
+    """The kinds of a plan's ops, in the order of the first op of each; looks at whole columns."""
+    ops, expressions = plan["ops"], plan.expressions
+    input_numbers, input_needs = _input_needs(plan)
+    part_numbers, part_sizes = _part_sizes(plan["parts"], "shape")
+    tensor, which, num_elements, num_parts, is_flat, first_part, first_input, num_inputs = (
+        ints(ops, name)
+        for name in (
+            *("tensor", "expression", "num_elements", "num_parts", "is_flat"),
+            *("first_part", "first_input", "num_inputs"),
         )
+    )
+    # Of a row-major op it does not matter how many elements lie in each row of which part.
+    loose_parts = num_parts * (1 - is_flat)
+    sizes = (num_elements, num_parts, *_shapes(plan), is_flat)
+    inputs = numbered_runs(first_input, num_inputs, input_numbers)
+    parts = numbered_runs(first_part, loose_parts, part_numbers)
+    is_made = np.array([not each.is_scales for each in expressions], dtype=np.bool_)[which]
+    own, firsts = numbered(*(column[is_made] for column in (which, *sizes, inputs, parts)))
+    numbers = np.full(len(which), -1, dtype=np.int64)
+    numbers[is_made] = own
+    kinds = []
+    for op in np.flatnonzero(is_made)[firsts].tolist():
+        count, several, width, rank, flat = (int(column[op]) for column in sizes)
+        placed = part_numbers[first_part[op] :][: loose_parts[op]].tolist()
+        size = OpSize(count, several, width, rank, bool(flat), tuple(part_sizes[each] for each in placed))
+        read = input_numbers[first_input[op] :][: num_inputs[op]].tolist()
+        expression = expressions[which[op]]
+        need = op_need(expression, [input_needs[each] for each in read], size)
+        passes = expression_passes(expression, size.shape)
+        kinds.append(OpKind(int(tensor[op]), count, need, expression, passes))
+    return OpKinds(tuple(kinds), numbers)
+
+
+def _input_needs(plan: Plan) -> tuple[Ints, list[InputNeed]]:
+    """The need of each input as a number ``[inputs]``, and the distinct needs."""
+    inputs, known = plan["inputs"], dict[GatherNeed, int]()
+    of_gathers = [known.setdefault(each, len(known)) for each in gather_needs(plan)]
+    of_scales, scales = _sized_scales(plan)
+    of_views, views = _part_sizes(inputs, "view_shape")
+    dtypes, words = codes(inputs, "dtype")
+    columns = (
+        *(dtypes, ints(inputs, "nbytes")),
+        np.array([*of_gathers, -1], dtype=np.int64)[ints(inputs, "gather")],
+        np.append(of_scales, -1)[ints(inputs, "scales")],
+        *(of_views, repeated_inputs(plan).astype(np.int64)),
+    )
+    numbers, firsts = numbered(*columns)
+    rows, gathers = zip(*(column[firsts].tolist() for column in columns), strict=True), list(known)
+    needs = [
+        InputNeed(
+            DType(words[dtype]),
+            nbytes,
+            gathers[gather] if gather >= 0 else None,
+            scales[own] if own >= 0 else None,
+            views[view].view,
+            bool(is_repeated),
+        )
+        for dtype, nbytes, gather, own, view, is_repeated in rows
     ]
-    sizes = _part_sizes(plan)
-    column_names = ("tensor", "num_elements", "expression", "is_flat", "first_part", "num_parts")
-    spans = ("first_input", "num_inputs")
-    seen: set[tuple[object, ...]] = set()
-    for columns, rank, tensor, count, index, is_flat, first_part, parts, first, num_inputs in zip(
-        *_shapes(plan), *(ops.column(name).to_pylist() for name in (*column_names, *spans)), strict=True
-    ):
-        if expressions[index].is_scales:
-            continue
-        own = tuple(reads[first : first + num_inputs])
-        places = () if is_flat else tuple(sizes[part] for part in range(first_part, first_part + parts))
-        key = (count, index, is_flat, parts, columns, rank, places, own)
-        if key in seen:
-            continue
-        seen.add(key)
-        kinds = [InputNeed(DType(dtype), *rest) for dtype, *rest in own]
-        size = OpSize(count, parts, columns, rank, is_flat, places)
-        need = op_need(expressions[index], kinds, size)
-        yield tensor, count, need, expressions[index], expression_passes(expressions[index], size.shape)
+    return numbers, needs
 
 
-def _views(table: pa.Table, shape: str) -> list[View | None]:
-    names = ("view_offset", shape, "view_strides")
-    return [read_view(*values) for values in zip(*(table.column(n).to_pylist() for n in names), strict=True)]
-
-
-def _part_sizes(plan: Plan) -> Mapping[int, PartSize]:
-    """The parts of ops that are not row-major, by their numbers."""
-    ops, parts = plan["ops"], plan["parts"]
-    is_loose = np.repeat(ints(ops, "is_flat") == 0, ints(ops, "num_parts"))
-    numbers = np.flatnonzero(is_loose)
-    chosen = parts.filter(pa.array(is_loose))
-    shapes = map(tuple, chosen.column("shape").to_pylist())
-    return dict(zip(numbers.tolist(), map(PartSize, shapes, _views(chosen, "shape")), strict=True))
+def _sized_scales(plan: Plan) -> tuple[Ints, list[Scales]]:
+    """What memory hangs on of each row of scales as a number ``[scales]``, and the distinct scales."""
+    table, encodings = plan["scales"], plan.encodings
+    numbers, firsts = numbered(*(ints(table, name) for name in ("encoding", "columns", "nbytes")))
+    rows = table.take(firsts).to_pylist()
+    return numbers, [_sized(read_scales(tuple(row.values()), encodings)) for row in rows]
 
 
 def _sized(scales: Scales) -> Scales:
@@ -651,9 +709,22 @@ def _sized(scales: Scales) -> Scales:
     return replace(scales, key="", offset=0, tensor_key="", tensor_offset=0, zeros_key="", zeros_offset=0)
 
 
-def _shapes(plan: Plan) -> tuple[list[int], list[int]]:
-    """Of each op: elements of a logical row, summed over its parts, and the dimensions of the parts."""
+def _part_sizes(table: pa.Table, shape: str) -> tuple[Ints, list[PartSize]]:
+    """The shape and view of each row as a number ``[rows]``, and the distinct ones."""
+    runs = [lists(table, name) for name in (shape, "view_strides")]
+    numbers, firsts = numbered(
+        ints(table, "view_offset"),
+        *(numbered_runs(starts(lengths), lengths, values) for lengths, values in runs),
+    )
+    chosen = table.select(["view_offset", shape, "view_strides"]).take(firsts)
+    rows = zip(*(column.to_pylist() for column in chosen.columns), strict=True)
+    return numbers, [PartSize(tuple(each[1]), read_view(*each)) for each in rows]
+
+
+def _shapes(plan: Plan) -> tuple[Ints, Ints]:
+    """Of each op ``[ops]``: elements of a logical row, summed over its parts, and the dimensions of the
+    parts."""
     lengths, sizes = lists(plan["parts"], "shape")
     columns = np.maximum(1, last_values(lengths, sizes, default=1))
     first = ints(plan["ops"], "first_part")
-    return sums(ints(plan["ops"], "num_parts"), columns).tolist(), lengths[first].tolist()
+    return sums(ints(plan["ops"], "num_parts"), columns), lengths[first]

@@ -33,6 +33,7 @@ _TYPES: Mapping[str, pa.DataType] = {
     "double": pa.float64(),
     "list": pa.list_(pa.int64()),
 }
+_ROWS_AT_ONCE = 1 << 14
 _READ = "source int32, key string, offset int64, nbytes int64, dtype string"
 _VIEW = "view_offset int64, view_shape list, view_strides list"
 _COLUMNS = {
@@ -85,8 +86,9 @@ class Plan:
         return self.tables[table]
 
     def columns(self, table: str, *names: str) -> Iterator[tuple[Any, ...]]:
-        """Some columns of a table, row by row, as plain values."""
-        return zip(*(self.tables[table].column(name).to_pylist() for name in names), strict=True)
+        """Some columns of a table, row by row, as plain values, of which few are there at a time."""
+        for batch in self.tables[table].select(names).to_batches(max_chunksize=_ROWS_AT_ONCE):
+            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
@@ -240,6 +242,33 @@ def starts(counts: Ints) -> Ints:
     return np.asarray(np.cumsum(counts) - counts, dtype=np.int64)
 
 
+def numbered(*columns: Ints) -> tuple[Ints, Ints]:
+    """Equal rows of some columns as one number each ``[rows]``, from 0 on in order of first use, and the
+    first row of each number."""
+    numbers = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        own, count = _first_uses(column)
+        numbers, _ = _first_uses(numbers * count + own)
+    return numbers, np.asarray(np.unique(numbers, return_index=True)[1], dtype=np.int64)
+
+
+def numbered_runs(first: Ints, counts: Ints, values: Ints) -> Ints:
+    """Equal runs of some values as one number each ``[runs]``, from their first places and lengths."""
+    numbers, position = np.zeros(len(counts), dtype=np.int64), 0
+    longer = np.flatnonzero(counts > 0)
+    while len(longer):
+        numbers[longer] = numbered(numbers[longer], values[first[longer] + position])[0]
+        position += 1
+        longer = longer[counts[longer] > position]
+    return numbered(counts, numbers)[0]
+
+
+def _first_uses(values: Ints) -> tuple[Ints, int]:
+    """Each value as the number of its first use ``[rows]``, and how many there are."""
+    encoded = pa.array(values).dictionary_encode()
+    return np.asarray(encoded.indices.to_numpy(), dtype=np.int64), len(encoded.dictionary)
+
+
 def members_of_runs(first: Ints, counts: Ints) -> Ints:
     """The numbers of all members of some runs, run after run, from their first members and lengths."""
     return np.asarray(np.arange(counts.sum()) + np.repeat(first - starts(counts), counts), dtype=np.int64)
@@ -294,6 +323,13 @@ def _zeros_nbytes(plan: Plan) -> Ints:
         num_rows = row["nbytes"] // encoding.scales_nbytes(columns) * encoding.scale_row_height
         result[which] = encoding.made_nbytes("zero_points", num_rows, columns)
     return result
+
+
+def op_bytes(plan: Plan) -> Ints:
+    """Bytes that each op is read from ``[ops]``, also one that another op writes."""
+    read = np.append(0, np.cumsum(input_bytes(plan)))
+    first, count = ints(plan["ops"], "first_input"), ints(plan["ops"], "num_inputs")
+    return np.asarray(read[first + count] - read[first], dtype=np.int64)
 
 
 def joined_sums(plan: Plan, of_ops: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

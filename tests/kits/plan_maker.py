@@ -14,6 +14,8 @@ from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import UserError
+from raymerge.merge_plan.jobs import Jobs
+from raymerge.merge_plan.memory import expression_passes, op_kinds
 from raymerge.merge_plan.plan import Plan
 from raymerge.planner.inputs.sources import Source, holdings, open_models
 from raymerge.planner.merges import build_plan, plan_merges
@@ -136,6 +138,22 @@ def llama(root: Path, layers: int = 3, *, tie: bool = False, **config: Any) -> P
     return header_checkpoint(
         root, llama_specs(layers, tie=tie), {**llama_config(layers=layers, tie=tie), **config}
     )
+
+
+def same_needs(plan: Plan) -> int:
+    """How many ops need what the projection counts for their kind; all must, but for scales."""
+    kinds, jobs = op_kinds(plan), Jobs(plan)
+    ops = [op for segment in range(len(jobs)) for op in jobs.all_ops(segment)]
+    for op in ops:
+        number = kinds.numbers[op.index]
+        assert (number < 0) == op.expression.is_scales
+        if number >= 0:
+            kind = kinds.kinds[number]
+            passes = expression_passes(op.expression, op.parts[0].shape)
+            assert (kind.num_elements, kind.expression) == (op.num_elements, op.expression)
+            assert (kind.need, kind.passes) == (op.need, passes)
+    assert sorted({*kinds.numbers.tolist()} - {-1}) == list(range(len(kinds.kinds)))
+    return len(ops)
 
 
 def logical_values(made: Planned, tensor: str) -> dict[str, list[torch.Tensor]]:

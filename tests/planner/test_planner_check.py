@@ -25,7 +25,7 @@ from kits.plan_damage import (
     with_table,
     without_row,
 )
-from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, make_recipe
+from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, make_recipe, same_needs
 from kits.recipe_maker import one, twice
 
 from raymerge.checkpoints.views import View
@@ -735,6 +735,7 @@ def test_jobs_hold_what_the_plan_was_told(assembly_plan: Plan, stock: Stock) -> 
     assert jobs["zero"].inputs == (stock.read("a"), stock.read("a", 1))
     needs = gather_needs(assembly_plan)
     assert (first.need, fused.need) == (needs[0], needs[2])
+    assert same_needs(assembly_plan) == len(jobs)
 
 
 def test_equal_content_shares_bytes_only_where_the_assembly_is_equal(stock: Stock) -> None:
