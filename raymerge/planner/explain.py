@@ -16,8 +16,8 @@ from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.expressions import Expression
-from raymerge.merge_plan.memory import Projection, expression_passes
-from raymerge.merge_plan.plan import Plan, input_bytes, ints, joined_sums
+from raymerge.merge_plan.memory import Projection, op_kinds
+from raymerge.merge_plan.plan import Plan, ints, joined_sums, op_bytes
 from raymerge.merge_plan.report import Duplicates, planned_duplicates
 from raymerge.methods import find_method
 from raymerge.planner.inputs.sources import Source, holdings
@@ -85,6 +85,21 @@ class StageLine:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadAgain:
+    """Tensors that a method reads once more, for statistics of all of them, since they do not fit the
+    memory."""
+
+    method: str
+    times: int
+    """Beyond the first; where a sample of a tensor misleads one or two more."""
+    tensors: int
+    nbytes: int
+    """Of the sources, times counted."""
+    example: str
+    """The tensor with the most bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     digest: str
     method: str
@@ -96,8 +111,8 @@ class Explanation:
     left_out: tuple[LeftOutLine, ...]
     read_bytes: int
     """Every source byte counted once."""
-    passes: int
-    """Statistics passes over inputs that do not fit the budget, before the last pass."""
+    again: tuple[ReadAgain, ...]
+    """What is read more than once."""
     written_bytes: int
     segments: int
     duplicates: Duplicates
@@ -151,7 +166,7 @@ def explain(
         dispositions=_disposition_lines(plan, holders),
         left_out=tuple(_left_out_lines(sources, donor)),
         read_bytes=_read_bytes(plan),
-        passes=max((expression_passes(each) for each in plan.expressions), default=0),
+        again=tuple(_read_again(plan, memory)),
         written_bytes=sum(shards.column("nbytes").to_pylist()),
         segments=len(plan["segments"]),
         duplicates=planned_duplicates(plan),
@@ -261,17 +276,21 @@ def _by_size(tensors: Iterable[tuple[str, int]]) -> tuple[str, ...]:
 
 
 def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[DispositionLine, ...]:
-    groups: dict[tuple[int, str, str], list[str]] = {}
+    counts: Counter[tuple[int, str, str]] = Counter()
+    sizes: Counter[tuple[int, str, str]] = Counter()
+    examples: dict[tuple[int, str, str], list[str]] = {}
     columns = ("source", "disposition", "rule", "name")
     for source, disposition, rule, name in plan.columns("dispositions", *columns):
-        groups.setdefault((source, disposition, rule), []).append(name)
+        line = source, disposition, rule
+        counts[line] += 1
+        sizes[line] += holders[source].stored[name].nbytes
+        if disposition == Use.DROPPED and counts[line] <= _EXAMPLES:
+            examples.setdefault(line, []).append(name)
     order = [each.value for each in Use]
-    lines: list[DispositionLine] = []
-    for key in sorted(groups, key=lambda key: (key[0], order.index(key[1]), key[2])):
-        stored, names = holders[key[0]].stored, groups[key]
-        examples = tuple(names[:_EXAMPLES]) if key[1] == Use.DROPPED else ()
-        lines.append(DispositionLine(*key, len(names), sum(stored[n].nbytes for n in names), examples))
-    return tuple(lines)
+    return tuple(
+        DispositionLine(*line, counts[line], sizes[line], tuple(examples.get(line, ())))
+        for line in sorted(counts, key=lambda line: (line[0], order.index(line[1]), line[2]))
+    )
 
 
 def _left_out_lines(sources: Sequence[Source], donor: int) -> Iterator[LeftOutLine]:
@@ -295,10 +314,23 @@ def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLin
 
 def _read_bytes(plan: Plan) -> int:
     """Bytes of the inputs of every computed op, and of those that it shares a scale with; copies count 0."""
-    sizes, runs = input_bytes(plan).tolist(), plan.columns("ops", "first_input", "num_inputs")
-    own = np.array([sum(sizes[first : first + count]) for first, count in runs], dtype=np.int64)
+    own = op_bytes(plan)
     is_made = ints(plan["ops"], "copy_of") < 0
     return int(((own + joined_sums(plan, own).astype(np.int64)) * is_made).sum())
+
+
+def _read_again(plan: Plan, memory: Projection) -> Iterator[ReadAgain]:
+    ops, names = plan["ops"], plan["tensors"].column("name")
+    times = op_kinds(plan).read_again(memory.lane) * (ints(ops, "copy_of") < 0)
+    nbytes, tensors = times * op_bytes(plan), ints(ops, "tensor")
+    known = list(dict.fromkeys(each.method for each in plan.expressions))
+    methods = np.array([known.index(each.method) for each in plan.expressions])[ints(ops, "expression")]
+    for number, method in enumerate(known):
+        for count in np.unique(times[(methods == number) & (times > 0)]).tolist():
+            own = np.flatnonzero((methods == number) & (times == count))
+            largest = tensors[own[np.argmax(nbytes[own])]]
+            total = int(nbytes[own].sum())
+            yield ReadAgain(method, count, len(np.unique(tensors[own])), total, names[largest].as_py())
 
 
 def config_changes(

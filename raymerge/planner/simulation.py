@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem
-from raymerge.merge_plan.memory import Lane, expression_passes, lanes_of, project
+from raymerge.merge_plan.memory import Lane, lanes_of, op_kinds, project
 from raymerge.merge_plan.plan import (
     Ints,
     Plan,
@@ -28,7 +28,7 @@ from raymerge.merge_plan.plan import (
     ints,
     joined_sums,
     lists,
-    members_of_runs,
+    op_bytes,
     starts,
 )
 from raymerge.methods import methods
@@ -125,13 +125,12 @@ def segment_loads(
     rows, expressions = plan["ops"], plan.expressions
     made = (ints(rows, "copy_of") < 0) & (ints(rows, "made_with") < 0)
     copies = np.array([each.is_copy for each in expressions], dtype=np.bool_)[ints(rows, "expression")]
-    once = _run_sums(ints(rows, "num_inputs"), input_bytes(plan)) * made
-    passes = np.where(once <= lane.budget - lane.write_bytes, 0, _passes(plan))
+    once = op_bytes(plan) * made
     computing = once / compute if compute is not None else _method_seconds(plan, speeds)
     # Ops that share a scale are made once more by each of the others, to find the largest magnitude of all.
     computing = (computing + joined_sums(plan, computing)) * made
     seconds = np.where(copies, once * speeds.copied_byte, computing)
-    read = once * (1 + passes) + joined_sums(plan, once)
+    read = once * (1 + op_kinds(plan).read_again(lane)) + joined_sums(plan, once)
     written = ints(rows, "nbytes") * (1 + lists(rows, "also")[0]) * made
     # A segment's ops lie side by side, so sums over runs are sums over segments.
     lengths = ints(plan["segments"], "num_ops")
@@ -151,17 +150,6 @@ def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
     per_tensor = np.array([speeds.by_tensor.get(method, 0.0) for method in named])[which]
     seconds = elements * per_element + ints(rows, "num_parts") * per_tensor + decoded * speeds.decoded
     return np.asarray(seconds + ints(rows, "num_elements") * encoded * speeds.encoded)
-
-
-def _passes(plan: Plan) -> Ints:
-    """Statistics passes of each op before the last one ``[ops]``."""
-    lengths, sizes = lists(plan["parts"], "shape")
-    first = ints(plan["ops"], "first_part")
-    begins, counts = starts(lengths)[first], lengths[first]
-    shapes = np.split(sizes[members_of_runs(begins, counts)], np.cumsum(counts)[:-1]) if len(first) else []
-    keys = list(zip(ints(plan["ops"], "expression").tolist(), map(tuple, shapes), strict=True))
-    passes = {key: expression_passes(plan.expressions[key[0]], key[1]) for key in set(keys)}
-    return np.array([passes[key] for key in keys], dtype=np.int64)
 
 
 def _run_sums(lengths: Ints, values: npt.NDArray[np.generic]) -> Floats:

@@ -64,10 +64,11 @@ def gpt_oss_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, 
     yield "lm_head.weight", (vocab, hidden)
 
 
-def maverick_specs() -> list[TensorSpec]:
-    text = MAVERICK_CONFIG["text_config"]
+def maverick_specs(config: Mapping[str, Any] = MAVERICK_CONFIG) -> list[TensorSpec]:
+    text = config["text_config"]
     hidden, vocab, head = text["hidden_size"], text["vocab_size"], "language_model"
-    layers = (_maverick_layer(f"{head}.model.layers.{n}", text, dense=n % 2 == 0) for n in range(48))
+    numbers = range(text["num_hidden_layers"])
+    layers = (_maverick_layer(f"{head}.model.layers.{n}", text, dense=n % 2 == 0) for n in numbers)
     return [
         _plain(f"{head}.model.embed_tokens.weight", vocab, hidden),
         *(spec for layer in layers for spec in layer),
@@ -80,7 +81,10 @@ def _maverick_layer(block: str, text: Mapping[str, Any], *, dense: bool) -> Iter
     hidden, width, experts = text["hidden_size"], text["intermediate_size"], text["num_local_experts"]
     yield _plain(f"{block}.input_layernorm.weight", hidden)
     yield _plain(f"{block}.post_attention_layernorm.weight", hidden)
-    for name, rows, columns in _attention(hidden, queries=40 * 128, keys=8 * 128):
+    heads, keys = text["num_attention_heads"], text["num_key_value_heads"]
+    for name, rows, columns in _attention(
+        hidden, queries=heads * text["head_dim"], keys=keys * text["head_dim"]
+    ):
         yield _plain(f"{block}.self_attn.{name}.weight", rows, columns)
     if dense:
         yield from _mlp(f"{block}.feed_forward", hidden, text["intermediate_size_mlp"])

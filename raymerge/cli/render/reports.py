@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from raymerge.events import DuplicatesFound, EncodingErrorsFound, StageReport
     from raymerge.merge_plan.plan import Plan
     from raymerge.merge_plan.report import ConversionProof, DuplicateGroup, ErrorsAbove
-    from raymerge.planner.explain import Explanation, TensorLine
+    from raymerge.planner.explain import Explanation, ReadAgain, TensorLine
     from raymerge.planner.merges import PlannedMerge
     from raymerge.planner.simulation import Simulation
 
@@ -114,9 +114,7 @@ def _plan_facts(explanation: Explanation) -> Iterator[tuple[str, str]]:
     dtypes = f", {', '.join(output.dtypes)}" if output.dtypes else ""
     yield "method", explanation.method
     yield "output", f"{counted(output.tensors, 'tensor')}, {format_size(output.nbytes)} in {shards}{dtypes}"
-    again = "once" if explanation.passes == 1 else f"{explanation.passes} times"
-    more = f", and what does not fit the memory {again} more for statistics" if explanation.passes else ""
-    yield "reads", format_size(explanation.read_bytes) + more
+    yield "reads", "\n".join([format_size(explanation.read_bytes), *map(_again, explanation.again)])
     yield "writes", format_size(explanation.written_bytes)
     yield "segments", str(explanation.segments)
     yield "duplicates", _duplicates(explanation)
@@ -124,6 +122,15 @@ def _plan_facts(explanation: Explanation) -> Iterator[tuple[str, str]]:
     peak = f"{format_size(memory.peak)} of {format_size(memory.budget)} for {in_hand(memory.lanes)}"
     least = f"the least that works is {format_size(memory.least_budget)}"
     yield "memory", f"{peak}, set by {memory.tensor}; {least}"
+
+
+def _again(again: ReadAgain) -> str:
+    count = "1 tensor does" if again.tensors == 1 else f"{again.tensors} tensors do"
+    often = "" if again.times == 1 else f" {again.times} times"
+    return (
+        f"and {format_size(again.nbytes)} again{often}: {again.method} looks at whole tensors first, "
+        f"and {count} not fit the memory: {named((again.example,), again.tensors)}"
+    )
 
 
 def _duplicates(explanation: Explanation) -> str:
