@@ -75,9 +75,9 @@ def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHe
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         what = f"has a {METADATA_KEY} that is not a map from text to text."
         problems.append(Problem(where, what, _DOWNLOAD))
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    sizes: dict[tuple[DType, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}
     for name, entry in entries.items():
-        tensor = _tensor(name, entry, key, data_start, shapes)
+        tensor = _tensor(name, entry, key, data_start, sizes)
         if isinstance(tensor, str):
             problems.append(Problem(where, f"tensor {name!r} {tensor}.", _DOWNLOAD))
         else:
@@ -131,9 +131,13 @@ def _entries(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _tensor(
-    name: str, entry: Any, key: str, data_start: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
+    name: str,
+    entry: Any,
+    key: str,
+    data_start: int,
+    sizes: dict[tuple[DType, tuple[int, ...]], tuple[tuple[int, ...], int]],
 ) -> StoredTensor | str:
-    """The tensor, or what is wrong with its entry as a clause; ``shapes`` interns equal shapes."""
+    """The tensor, or what is wrong with its entry as a clause; ``sizes`` interns equal shapes and bytes."""
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         return f"is described by {_brief(entry)}, not by dtype, shape and data_offsets"
     if not _is_text(name):
@@ -156,10 +160,9 @@ def _tensor(
         needed = f"{num_bits // 8} bytes" if num_bits % 8 == 0 else "no whole number of bytes"
         return f"occupies {end - begin} bytes, but {dtype} {shape} needs {needed}"
     own = tuple(shape)
+    own, nbytes = sizes.setdefault((known, own), (own, end - begin))
     # Sources of one family share their names, in memory too.
-    return StoredTensor(
-        sys.intern(name), known, shapes.setdefault(own, own), key, data_start + begin, end - begin
-    )
+    return StoredTensor(sys.intern(name), known, own, key, data_start + begin, nbytes)
 
 
 def _is_text(name: str) -> bool:

@@ -29,7 +29,7 @@ from raymerge.merge_plan.check_ops import (
 )
 from raymerge.merge_plan.dispositions import Rule, Use
 from raymerge.merge_plan.expressions import RENUMBER, Expression
-from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Flags, Ints, Plan, digest, input_bytes, joined_sums
+from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Flags, Ints, Plan, digest, joined_sums, op_bytes
 from raymerge.methods import BaseUse, find_method
 from raymerge.storage.store import is_key
 
@@ -156,13 +156,19 @@ def _check_shards(check: Check) -> None:
     names = tuple(check.shards.table.column("name").to_pylist())
     if names != shard_names(len(names)):
         check.say("table shards", f"the files are not called {', '.join(shard_names(len(names))[:2])} ...")
-    headers = check.shards.table.column("header").to_pylist()
-    expected: list[dict[str, object]] = [{} for _ in headers]
-    columns = ("name", "dtype", "shape", "shard", "offset", "nbytes")
-    for name, dtype, shape, shard, offset, nbytes in check.plan.columns("tensors", *columns):
-        begin = offset - len(headers[shard])
-        expected[shard][name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + nbytes]}
-    for name, header, entries in zip(names, headers, expected, strict=True):
+    order = np.argsort(check.tensors.shard, kind="stable")
+    begins = np.searchsorted(check.tensors.shard[order], np.arange(len(names) + 1))
+    listed = check.tensors.table.select(["name", "dtype", "shape", "offset", "nbytes"])
+    headers = check.shards.table.column("header")
+    # One shard after the other: all headers of a plan take much more memory as values than as text.
+    for number, name in enumerate(names):
+        header, entries = headers[number].as_py(), dict[str, object]()
+        rows = listed.take(order[begins[number] : begins[number + 1]])
+        for tensor, dtype, shape, offset, nbytes in zip(
+            *(column.to_pylist() for column in rows.columns), strict=True
+        ):
+            begin = offset - len(header)
+            entries[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + nbytes]}
         if not _header_lists(header, entries):
             check.say(f"shard {name}", "its header does not list the tensors of the plan")
 
@@ -305,8 +311,7 @@ def _check_segments(check: Check) -> None:
 
 def _op_costs(check: Check) -> Ints:
     ops = check.ops
-    read = np.append(0, np.cumsum(input_bytes(check.plan)))
-    own = read[ops.first_input + ops.num_inputs] - read[ops.first_input]
+    own = op_bytes(check.plan)
     cost = ops.nbytes + own + joined_sums(check.plan, own).astype(np.int64)
     return np.where((ops.copy_of < 0) & (ops.made_with < 0), cost, 0)
 

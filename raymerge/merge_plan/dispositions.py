@@ -107,12 +107,7 @@ class Dispositions:
         """Name of the tensor that a stored one of a source is, or belongs to."""
         return self._holdings[source].whole(name)
 
-    def entries(self) -> list[tuple[int, str, Disposition]]:
+    def entries(self) -> Iterator[tuple[int, str, Disposition]]:
         """Every settled tensor: source, name, disposition, in the checkpoints' order."""
-        both = enumerate(zip(self._holdings, self.settled, strict=True))
-        return [
-            (i, name, dispositions[name])
-            for i, (own, dispositions) in both
-            for name in own.stored
-            if name in dispositions
-        ]
+        for source, (own, dispositions) in enumerate(zip(self._holdings, self.settled, strict=True)):
+            yield from ((source, name, dispositions[name]) for name in own.stored if name in dispositions)

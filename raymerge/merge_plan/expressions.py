@@ -408,6 +408,12 @@ class QuantisedOutput:
     joined: str = ""
     """The matrix that servers join this one to; those of one are made with the same scale. "" for none."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all of them, the codes first; "" for parts that it lacks."""
+        of_matrix = "" if self.tensor_scale is None else self.tensor_scale.name
+        return (self.codes, self.scales, of_matrix, self.zero_points, *[each.name for each in self.others])
+
 
 class Output(NamedTuple):
     name: str

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from raymerge.architectures.roles import NameReader, stacks
 from raymerge.architectures.rules import Role, rules_of
-from raymerge.merge_plan.plan import Plan
+from raymerge.merge_plan.plan import Plan, ints
 
 _EXAMPLES = 5
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -54,15 +56,15 @@ def found_duplicates(plan: Plan, digests: Mapping[int, str], *, shared_bytes: in
 
 
 def planned_duplicates(plan: Plan) -> Duplicates:
-    names = plan["tensors"].column("name").to_pylist()
-    ops = plan["ops"].select(["tensor", "copy_of", "nbytes"]).to_pylist()
+    tensors, copy_of, nbytes = (ints(plan["ops"], name) for name in ("tensor", "copy_of", "nbytes"))
+    copies = np.flatnonzero(copy_of >= 0)
+    names = plan["tensors"].column("name")
+    equal, first = (names.take(tensors[ops]).to_pylist() for ops in (copies, copy_of[copies]))
     pairs: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    for op in ops:
-        if op["copy_of"] >= 0:
-            name = names[op["tensor"]]
-            pairs.setdefault(name, names[ops[op["copy_of"]]["tensor"]])
-            sizes[name] = sizes.get(name, 0) + op["nbytes"]
+    for name, other, size in zip(equal, first, nbytes[copies].tolist(), strict=True):
+        pairs.setdefault(name, other)
+        sizes[name] = sizes.get(name, 0) + size
     examples = tuple(pairs.items())[:_EXAMPLES]
     policy = str(plan.manifest["duplicates"])
     return Duplicates(policy, len(pairs), sum(sizes.values()), _groups(sizes.items()), examples)

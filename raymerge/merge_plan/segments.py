@@ -68,17 +68,18 @@ def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]
     placed: list[PlacedOp] = []
     twins: dict[tuple[object, ...], int] = {}
     made: dict[str, range] = {}
-    joined = _joined_contents(outputs)
+    joined, alike = _joined_contents(outputs), _alike(outputs)
+    pieces = {each.name: tuple(_pieces(each, target)) for each in outputs if not each.scales_of}
     for shard, (_, layout) in enumerate(shards):
         for tensor in layout.tensors:
             number, offset = index[tensor.name], tensor.offset
             own = outputs[number]
             codes = outputs[index[own.scales_of]] if own.scales_of else None
-            cut = _pieces(own, target) if codes is None else _scales_cut(own, codes, target)
+            cut = pieces[own.name] if codes is None else _scales_cut(own, codes, pieces[codes.name])
             begin = len(placed)
             for first, piece in cut:
                 twin = len(placed)
-                if codes is None and not _is_made_quickly(piece):
+                if number in alike and codes is None and not _is_made_quickly(piece):
                     # Codes hang on what all are made of with which they share a scale, too.
                     content = (first, piece.content(), joined.get(own.joined))
                     twin = twins.setdefault(content, len(placed))
@@ -93,15 +94,29 @@ def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]
     return tuple(placed)
 
 
+def _alike(outputs: Sequence[Output]) -> frozenset[int]:
+    """The outputs with an op that begins to read where another one does: no others have ops of equal content,
+    which takes long to compare."""
+    first: dict[tuple[object, ...], int] = {}
+    alike: set[int] = set()
+    for number, output in enumerate(outputs):
+        for op in output.ops:
+            place = op.reads[0][1:4] if op.reads else ()
+            if place in first:
+                alike |= {first[place], number}
+            first[place] = number
+    return frozenset(alike)
+
+
 def _pieces(output: Output, target: int) -> Iterator[tuple[int, Op]]:
     for op in output.ops:
         yield from _cut(op, target)
 
 
-def _scales_cut(scales: Output, codes: Output, target: int) -> Iterator[tuple[int, Op]]:
+def _scales_cut(scales: Output, codes: Output, pieces: Iterable[tuple[int, Op]]) -> Iterator[tuple[int, Op]]:
     """The ops of the scales of an output of codes: one to each of its pieces."""
     expression = made_expression(scales.dtype, scales.made)
-    for _, piece in _pieces(codes, target):
+    for _, piece in pieces:
         encode, (part, *_) = piece.expression.encode, piece.parts
         if encode is None:
             raise ValueError(f"{codes.name} has scales and is no codes")

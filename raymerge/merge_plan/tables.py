@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -34,12 +37,15 @@ from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import PlacedOp, Segment
 from raymerge.storage.local.store import LocalStore
 
-__all__ = ["Plan", "load_plan", "make_tables", "save_plan"]
+__all__ = ["OpTables", "Plan", "load_plan", "op_tables", "other_tables", "save_plan"]
 
 _T = TypeVar("_T")
 _AFRESH = "Start again with --replace."
 _ARROW_START = b"ARROW1\0\0"
 _MAX_NBYTES = 2 << 30
+_ROWS_AT_ONCE = 1 << 14
+_LATEST = 256
+"""Objects whose numbers are remembered by what they are, and not by what they are equal to."""
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a file raises that was changed."""
 
@@ -49,21 +55,24 @@ def read_scales(row: Sequence[Any], encodings: Sequence[Encoding]) -> Scales:
     return Scales(encodings[encoding], *rest)
 
 
-def make_tables(
-    outputs: Sequence[Output],
-    shards: Sequence[tuple[str, FileLayout]],
-    ops: Sequence[PlacedOp],
-    segments: Sequence[Segment],
-    dispositions: Iterable[tuple[int, str, Disposition]],
-    files: Mapping[str, bytes],
-) -> tuple[dict[str, pa.Table], list[Expression], list[Encoding]]:
-    """The tables, and expressions and encodings in the order in which ops and scales number them."""
+class OpTables(NamedTuple):
+    """What is made and how; expressions and encodings in the order in which ops and scales number them."""
+
+    tables: dict[str, pa.Table]
+    expressions: Sequence[Expression]
+    encodings: Sequence[Encoding]
+
+
+def op_tables(
+    outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]], ops: Sequence[PlacedOp]
+) -> OpTables:
     made = [placed.op for placed in ops]
     reads = [read for op in made for read in op.reads]
     expressions, expression_numbers = _numbered(op.expression for op in made)
     gathers, gather_numbers = _numbered(read.gather for read in reads)
     scales, scales_numbers = _numbered(read.scales for read in reads)
     encodings, encoding_numbers = _numbered(each.encoding for each in scales)
+    stored = attrgetter(*(field.name for field in fields(Scales)[1:]))
     rows: dict[str, Iterable[Sequence[Any]]] = {
         "tensors": _tensor_rows(outputs, shards),
         "ops": _op_rows(ops, expression_numbers),
@@ -72,43 +81,63 @@ def make_tables(
             (read.part, *_place(read), *_viewed(read.view), gather, own)
             for read, gather, own in zip(reads, gather_numbers, scales_numbers, strict=True)
         ),
-        "segments": segments,
-        "shards": ((name, layout.nbytes, layout.header) for name, layout in shards),
-        "files": files.items(),
-        "dispositions": ((source, name, *disposition) for source, name, disposition in dispositions),
-        "scales": (
-            (n, *(getattr(each, field.name) for field in fields(each)[1:]))
-            for n, each in zip(encoding_numbers, scales, strict=True)
-        ),
+        "scales": ((n, *stored(each)) for n, each in zip(encoding_numbers, scales, strict=True)),
         **_gather_rows(gathers),
     }
-    return {name: _table(SCHEMAS[name], rows[name]) for name in SCHEMAS}, expressions, encodings
+    return OpTables(_tables(rows), expressions, encodings)
+
+
+def other_tables(
+    shards: Sequence[tuple[str, FileLayout]],
+    segments: Iterable[Segment],
+    dispositions: Iterable[tuple[int, str, Disposition]],
+    files: Mapping[str, bytes],
+) -> dict[str, pa.Table]:
+    """All tables but those of ``op_tables``, when what these were made of may be gone."""
+    return _tables(
+        {
+            "segments": segments,
+            "shards": ((name, layout.nbytes, layout.header) for name, layout in shards),
+            "files": files.items(),
+            "dispositions": ((source, name, *disposition) for source, name, disposition in dispositions),
+        }
+    )
+
+
+def _tables(rows: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, pa.Table]:
+    return {name: _table(SCHEMAS[name], own) for name, own in rows.items()}
 
 
 def _numbered(values: Iterable[_T | None]) -> tuple[list[_T], list[int]]:
     """The distinct values in order of first use, and for each value its number; -1 for None.
 
-    What follows one another mostly is one object, which must live on: it is then not hashed again, which for
-    a gather may be 100,000 runs."""
+    What follows one another mostly is one object, or one of a few, which must live on: it is then not hashed
+    again, which for a gather may be 100,000 runs."""
     known: dict[_T, int] = {}
-    by_object: dict[int, int] = {}
+    latest: dict[int, int] = {}
     numbers: list[int] = []
     for value in values:
         if value is None:
             numbers.append(-1)
             continue
-        number = by_object.get(id(value))
+        number = latest.get(id(value))
         if number is None:
-            number = by_object[id(value)] = known.setdefault(value, len(known))
+            if len(latest) == _LATEST:
+                latest.clear()
+            number = latest[id(value)] = known.setdefault(value, len(known))
         numbers.append(number)
     return list(known), numbers
 
 
 def _table(schema: pa.Schema, rows: Iterable[Sequence[Any]]) -> pa.Table:
-    columns = zip(*rows, strict=True)
-    made = [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=False)]
-    # Without rows there are no columns to make.
-    return pa.table(made, schema=schema) if made else schema.empty_table()
+    """A table of rows, made some at a time: each of a million takes more memory than what becomes of it."""
+    left, batches = iter(rows), []
+    while some := list(islice(left, _ROWS_AT_ONCE)):
+        columns = zip(zip(*some, strict=True), schema, strict=True)
+        batches.append(
+            pa.record_batch([pa.array(values, type=field.type) for values, field in columns], schema=schema)
+        )
+    return pa.Table.from_batches(batches, schema=schema)
 
 
 def _tensor_rows(
@@ -125,19 +154,20 @@ def _tensor_rows(
 
 def _op_rows(ops: Sequence[PlacedOp], expressions: Sequence[int]) -> Iterator[Sequence[Any]]:
     also: dict[int, list[int]] = {}
-    made: dict[tuple[int, str], int] = {}
+    # Arrays, as a key for each of 250,000 ops takes much more.
+    made: dict[str, array[int]] = {what: array("q", [-1]) * len(ops) for what in MADE}
     for number, placed in enumerate(ops):
         if placed.copy_of >= 0:
             also.setdefault(placed.copy_of, []).append(number)
         if placed.made_with >= 0:
-            made[placed.made_with, placed.op.expression.method] = number
+            made[placed.op.expression.method][placed.made_with] = number
     first_part, first_input = 0, 0
     for number, (placed, expression) in enumerate(zip(ops, expressions, strict=True)):
         op = placed.op
         yield (
             *(placed.tensor, placed.shard, placed.offset, op.nbytes, placed.first_element),
             *(op.num_elements, expression, op.is_flat, placed.copy_of, placed.made_with),
-            *(made.get((number, what), -1) for what in MADE),
+            *(numbers[number] for numbers in made.values()),
             *(placed.joined_with, also.get(number, ())),
             *(first_part, len(op.parts), first_input, len(op.reads)),
         )

@@ -29,7 +29,7 @@ from raymerge.merge_plan.expressions import (
 from raymerge.merge_plan.jobs import Input, JobPart, OpJob
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.merge_plan.segments import cut_segments, place_ops, place_shards
-from raymerge.merge_plan.tables import make_tables
+from raymerge.merge_plan.tables import op_tables, other_tables
 from raymerge.methods import Method, Settings
 
 Runs = Sequence[tuple[int, int, int, int]]
@@ -108,7 +108,8 @@ def plan_of(stock: Stock, outputs: Sequence[Output]) -> Plan:
     dispositions = [
         (index, name, dropped) for index, each in enumerate(stock.sources) for name in each.tensors
     ]
-    tables, expressions, encodings = make_tables(outputs, shards, ops, cut_segments(ops), dispositions, {})
+    made = op_tables(outputs, shards, ops)
+    tables = {**made.tables, **other_tables(shards, cut_segments(ops), dispositions, {})}
     manifest = {
         "format": FORMAT,
         "recipe": {},
@@ -123,8 +124,8 @@ def plan_of(stock: Stock, outputs: Sequence[Output]) -> Plan:
         ],
         "donor": 0,
         "left_out": [],
-        "expressions": [expression_to_json(each) for each in expressions],
-        "encodings": [encoding_to_json(each) for each in encodings],
+        "expressions": [expression_to_json(each) for each in made.expressions],
+        "encodings": [encoding_to_json(each) for each in made.encodings],
         "config": {"model_type": "odd"},
         "tie": {"head": "", "embedding": "", "tied": None, "reason": ""},
     }

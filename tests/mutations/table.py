@@ -178,7 +178,7 @@ MUTATIONS = (
         "if (end - begin) * 8 < num_bits:",
         LAYOUT,
     ),
-    Mutation("checkpoints/header.py", "data_start + begin, end - begin", "begin, end - begin", LAYOUT),
+    Mutation("checkpoints/header.py", "key, data_start + begin, nbytes", "key, begin, nbytes", LAYOUT),
     Mutation("merge_plan/segments.py", "offset += piece.nbytes", "offset += piece.num_elements", PLAN),
     Mutation(
         "merge_plan/segments.py",
@@ -187,6 +187,13 @@ MUTATIONS = (
         f"{PLAN} planner/test_planner_check.py",
     ),
     Mutation("merge_plan/segments.py", "twin if twin < len(placed) else -1", "-1", PLAN),
+    Mutation("merge_plan/segments.py", "alike |= {first[place], number}", "alike |= {number}", PLAN),
+    Mutation(
+        "merge_plan/memory.py",
+        "is_whole(each.num_elements) else each.passes",
+        "is_whole(each.num_elements) else 0",
+        "execute/test_execute_fused.py",
+    ),
     Mutation("merge_plan/segments.py", "(first, piece.content(), joined", "(first, joined", PLAN),
     Mutation(
         "merge_plan/segments.py",

@@ -11,6 +11,7 @@ routers, embeddings and ``eh_proj`` of DeepSeek-V3 are plain, and its config lis
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,6 +205,8 @@ class Search:
             what = f"{described(codes)} with its scales {described(scales)} cannot be read: {error}"
             self.report(f"unreadable {kind.name}", what, CORRUPT, (codes.name, scales.name))
             return
+        # Names are shared by sources of one family, as those of what is stored are.
+        name = sys.intern(name)
         packed = QuantisedWeight(name, quant_spec, codes.name, scales.name, others)
         self._packed[name] = packed
         self._members.update((each, name) for each in packed.stored)

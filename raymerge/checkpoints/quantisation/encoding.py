@@ -165,6 +165,9 @@ class QuantisedWeight:
 
 def part_name(name: str, part: str, other: str) -> str:
     """Rename a part of the quantised tensor ``name`` to that of ``other``."""
+    # Mostly there is nothing to rename, and a text less for each of half a million tensors.
+    if name == other:
+        return part
     return other.removesuffix(".weight") + part[len(name.removesuffix(".weight")) :]
 
 

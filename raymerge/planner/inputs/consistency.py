@@ -34,10 +34,10 @@ from raymerge.architectures.rules import (
 )
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
+from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem, shortlist
-from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import value_problems
 
 _REMEDY = "Correct the config, or merge again from complete models."
@@ -76,7 +76,7 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     yield from _head_problems(checkpoint, rules, where)
     if main is not None:
         yield from _layer_problems(checkpoint, main, rules, where)
-    weights = quantised_tensors(checkpoint)
+    weights = packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
     yield from weights.faults
     yield from _input_scale_problems(weights, where)
 

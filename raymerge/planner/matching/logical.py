@@ -407,6 +407,8 @@ def scales_of_run(
 
 
 def _scale_rows_before(quant_spec: QuantSpec, element: int) -> int:
+    if not element:
+        return 0
     row, within = divmod(element, quant_spec.columns)
     matrix, row = divmod(row, quant_spec.rows)
     if within or row % quant_spec.cut_height:

@@ -18,10 +18,10 @@ from raymerge.documents.fields import did_you_mean
 from raymerge.errors import Findings, PlanError, Problem, UserError
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
-from raymerge.merge_plan.expressions import Output
+from raymerge.merge_plan.expressions import Output, QuantisedOutput
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
-from raymerge.merge_plan.segments import cut_segments, place_ops, place_shards
-from raymerge.merge_plan.tables import make_tables
+from raymerge.merge_plan.segments import Segment, cut_segments, place_ops, place_shards
+from raymerge.merge_plan.tables import OpTables, op_tables, other_tables
 from raymerge.methods import Method
 from raymerge.planner.config import beside_config, plan_config, vocabulary_size, with_fields
 from raymerge.planner.inputs.consistency import config_problems
@@ -56,29 +56,30 @@ def stored_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
 
 
 def stored_dispositions(
-    dispositions: Dispositions, outputs: Sequence[Output]
-) -> Iterable[tuple[int, str, Disposition]]:
+    dispositions: Dispositions, packed: Mapping[str, QuantisedOutput]
+) -> Iterator[tuple[int, str, Disposition]]:
     """The disposition of every source tensor, with the stored output that is made of it.
 
-    Of an output of codes with scales that is the part of the tensor's kind, or else the codes."""
-    packed = {output.name: output for output in outputs if output.packed is not None}
-    if not packed:
-        return dispositions.entries()
-    names = {name: [each.name for each in _stored(output)] for name, output in packed.items()}
+    ``packed`` are the outputs of codes with scales: of such a one it is the part of the tensor's kind, or
+    else the codes."""
     return (
-        (source, name, _stored_disposition(dispositions.whole(source, name), name, disposition, names))
+        (source, name, _stored_disposition(dispositions, source, name, disposition, packed))
         for source, name, disposition in dispositions.entries()
     )
 
 
 def _stored_disposition(
-    whole: str, name: str, disposition: Disposition, names: Mapping[str, Sequence[str]]
+    dispositions: Dispositions,
+    source: int,
+    name: str,
+    disposition: Disposition,
+    packed: Mapping[str, QuantisedOutput],
 ) -> Disposition:
-    stored = names.get(disposition.output)
-    if stored is None:
+    output = packed.get(disposition.output)
+    if output is None:
         return disposition
-    alike = part_name(whole, name, disposition.output)
-    return disposition._replace(output=alike if alike in stored else stored[0])
+    alike = part_name(dispositions.whole(source, name), name, disposition.output)
+    return disposition._replace(output=alike if alike in output.names else output.codes)
 
 
 def _stored(output: Output) -> Iterator[Output]:
@@ -163,31 +164,36 @@ class Decided:
 
 
 def finish_plan(decided: Decided, *, version: str) -> Plan:
-    plan = _tabled(decided, version)
-    # It takes more memory than the tables, and checking them takes some too.
-    del decided
+    packed = {each.name: each.packed for each in decided.outputs if each.packed is not None}
+    notes = (*decided.notes, *loader_notes(decided.outputs, rules_of(decided.config)))
+    made, shards, segments = _made(decided)
+    # Ops take more memory than their tables, and the other tables and the check take some too.
+    decided = replace(decided, outputs=(), notes=notes)
+    beside = beside_config(decided.sources[decided.donor].checkpoint, decided.config)
+    dispositions = stored_dispositions(decided.dispositions, packed)
+    files = {**decided.tokenizer.files, **beside.files}
+    others = other_tables(shards, segments, dispositions, files)
+    manifest = _manifest(decided, version, made, beside.left_out)
+    plan = make_plan(manifest, {**made.tables, **others}, decided.findings.problems())
+    del decided, packed, dispositions, shards
     if problems := check_plan(plan):
         raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))
     return plan
 
 
-def _tabled(decided: Decided, version: str) -> Plan:
-    recipe, findings, tie = decided.recipe, decided.findings, decided.tie
+def _made(decided: Decided) -> tuple[OpTables, Sequence[tuple[str, FileLayout]], Sequence[Segment]]:
+    """The tables of what is made, its shards, and its segments."""
+    findings, donor = decided.findings, decided.sources[decided.donor]
     outputs = stored_outputs(decided.outputs)
-    donor = decided.sources[decided.donor]
-    shards = place_shards(outputs, recipe.shard_size)
-    beside = beside_config(donor.checkpoint, decided.config)
+    shards = place_shards(outputs, decided.recipe.shard_size)
     findings.extend(_disagreements(shards, decided.config, donor) if findings.is_empty else ())
     ops = place_ops(outputs, shards)
-    tables, expressions, encodings = make_tables(
-        outputs,
-        shards,
-        ops,
-        cut_segments(ops),
-        stored_dispositions(decided.dispositions, decided.outputs),
-        {**decided.tokenizer.files, **beside.files},
-    )
-    manifest: dict[str, Any] = {
+    return op_tables(outputs, shards, ops), shards, cut_segments(ops)
+
+
+def _manifest(decided: Decided, version: str, made: OpTables, left_out: Iterable[str]) -> dict[str, Any]:
+    recipe, tie = decided.recipe, decided.tie
+    return {
         "format": FORMAT,
         "raymerge": version,
         "recipe": json.loads(canonical(recipe)),
@@ -198,14 +204,13 @@ def _tabled(decided: Decided, version: str) -> Plan:
         "duplicates": recipe.duplicates,
         "sources": [fingerprint(holding) for holding in holdings(decided.sources)],
         "donor": decided.donor,
-        "expressions": [expression_to_json(expression) for expression in expressions],
-        "encodings": [encoding_to_json(encoding) for encoding in encodings],
+        "expressions": [expression_to_json(expression) for expression in made.expressions],
+        "encodings": [encoding_to_json(encoding) for encoding in made.encodings],
         "config": dict(decided.config),
-        "left_out": [*decided.tokenizer.left_out, *beside.left_out],
+        "left_out": [*decided.tokenizer.left_out, *left_out],
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
-        "notes": [*recipe.notes, *decided.notes, *loader_notes(decided.outputs, rules_of(decided.config))],
+        "notes": [*recipe.notes, *decided.notes],
     }
-    return make_plan(manifest, tables, findings.problems())
 
 
 def _disagreements(
