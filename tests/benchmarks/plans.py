@@ -1,0 +1,134 @@
+"""Plans of models of the true size: ``raymerge plan`` as a user gives it, each in a process of its own.
+
+    python tests/benchmarks/plans.py                                     # every model by every method
+    python tests/benchmarks/plans.py kimi-k3 gpt-oss --methods linear ties
+
+Parents have the published names, shapes, dtypes and files, and data that is one hole. For each plan a line of
+a table: what a parent stores, what planning took (imports and headers included) and its peak memory, how many
+bytes a merge with the usual memory reads for each that the parents have, and the memory of a worker: the
+least that works, and what it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measure import machine
+from kits.checkpoint_maker import sparse_checkpoint
+from kits.deepseek_headers import KIMI_CONFIG, V3_CONFIG, deepseek_v3_specs, kimi_k2_thinking_specs
+from kits.fused_headers import GPT_OSS_CONFIG, MAVERICK_CONFIG, gpt_oss_120b_specs, maverick_specs
+from kits.kimi_k3_headers import K3_CONFIG, kimi_k3_specs
+from kits.recipe_maker import linear, slerp
+
+from raymerge.checkpoints.header import TensorSpec, split_into_shards
+
+_FILE_NBYTES = 5 << 30
+_TITLES = (
+    *("model", "method", "tensors of a parent", "bytes of the parents", "planned in", "of a core"),
+    *("peak memory", "segments", "bytes read for each", "least memory", "memory"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    config: Mapping[str, Any]
+    files: Callable[[], Sequence[Sequence[TensorSpec]]]
+
+
+MODELS: Mapping[str, Model] = {
+    "kimi-k3": Model(K3_CONFIG, kimi_k3_specs),
+    "kimi-k2": Model(KIMI_CONFIG, kimi_k2_thinking_specs),
+    "deepseek-v3": Model(V3_CONFIG, deepseek_v3_specs),
+    "gpt-oss": Model(GPT_OSS_CONFIG, lambda: split_into_shards(gpt_oss_120b_specs(), _FILE_NBYTES)),
+    "maverick": Model(MAVERICK_CONFIG, lambda: split_into_shards(maverick_specs(), _FILE_NBYTES)),
+}
+
+
+def _of_deltas(method: str) -> Callable[..., dict[str, Any]]:
+    def recipe(*models: str) -> dict[str, Any]:
+        tuned = [{"model": each, "parameters": {"weight": 0.5, "density": 0.5}} for each in models]
+        return {"merge_method": method, "base_model": models[0], "models": tuned[1:]}
+
+    return recipe
+
+
+METHODS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "linear": linear,
+    "slerp": lambda *models: slerp(*models, t=0.4),
+    "ties": _of_deltas("ties"),
+    "della": _of_deltas("della"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    asked = parser.parse_args()
+    if unknown := set(asked.models) - MODELS.keys():
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    _say(f"{machine()}, two parents each\n")
+    _say(f"| {' | '.join(_TITLES)} |\n|{'---|' * len(_TITLES)}")
+    for name in asked.models:
+        with tempfile.TemporaryDirectory(prefix="plans-") as place:
+            for line in measured(name, asked.methods, Path(place)):
+                _say(f"| {' | '.join(line)} |")
+
+
+def measured(name: str, methods: Sequence[str], place: Path) -> Iterator[tuple[str, ...]]:
+    files = MODELS[name].files()
+    parents = [str(sparse_checkpoint(place / each, files, MODELS[name].config)) for each in "ab"]
+    for method in methods:
+        recipe = place / f"{method}.json"
+        recipe.write_text(json.dumps(METHODS[method](*parents)))
+        yield (name, method, *_facts(*_planned(recipe)))
+
+
+def _planned(recipe: Path) -> tuple[dict[str, Any], float, Any]:
+    """What the command prints, how many seconds it took, and what the system counted of it."""
+    command = [sys.executable, "-m", "raymerge.cli", "plan", str(recipe), "--json"]
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stdout is not None
+    printed = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{recipe} cannot be planned: {printed}")
+    return json.loads(printed), time.monotonic() - began, usage
+
+
+def _facts(report: Mapping[str, Any], seconds: float, usage: Any) -> tuple[str, ...]:
+    stored, memory = sum(each["nbytes"] for each in report["sources"]), report["memory"]
+    read = report["read_bytes"] + sum(each["nbytes"] for each in report["again"])
+    return (
+        f"{report['sources'][0]['tensors']:,}",
+        f"{stored / 1e9:,.1f} GB",
+        f"{seconds:.1f} s",
+        f"{usage.ru_utime + usage.ru_stime:.1f} s",
+        f"{usage.ru_maxrss * 1024 / 1e9:.2f} GB",
+        f"{report['segments']:,}",
+        f"{read / stored:.3f}",
+        f"{memory['least_budget'] / 2**20:,.0f} MiB",
+        f"{memory['peak'] / 2**20:,.0f} MiB",
+    )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
