@@ -481,12 +481,9 @@ def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
 
 def _affordable(need: Need, lane: Lane) -> int:
     stored = max(need.stored_per_element, 1e-9)
-    if need.piece:
-        limit = lane.load_limit(need, need.piece)
-        if limit < lane.load_bytes:
-            # Not even a full piece fits beside the buffer.
-            return need.least_elements
+    if need.piece and lane.load_limit(need, need.piece) >= lane.load_bytes:
         return int((lane.load_bytes - need.read_margin - ALIGNMENT) / stored)
+    # The tile is one piece, perhaps since a full one does not fit beside the buffer.
     spare = lane.budget - lane.write_bytes - need.fixed_bytes
     spare -= math.ceil(need.scratch_per_element * BLOCK)
     fitting = (spare - need.read_margin - ALIGNMENT) / (stored + need.work_per_element)
