@@ -23,7 +23,10 @@ from raymerge.merge_plan.jobs import OpJob
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_not_finite_is_refused(format_: Format, broken: float, device: str) -> None:
     encoding = encoding_of(usual_quant_spec(format_, (4, 64)))
-    part, expression = SimpleNamespace(columns=64, inputs=()), SimpleNamespace(encode=encoding)
+    part, expression = (
+        SimpleNamespace(columns=64, inputs=(), shape=(4, 64), view=None),
+        SimpleNamespace(encode=encoding),
+    )
     op = cast("OpJob", SimpleNamespace(tensor="t", encoding=encoding, parts=[part], expression=expression))
     values = torch.linspace(-1.0, 1.0, 256)
     with counted_waits() as waits:
