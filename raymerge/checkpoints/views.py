@@ -108,7 +108,8 @@ def _shape_of_one(
     if num_experts < 1 or num_projections < 1:
         return ()
     if kind.startswith("rows"):
-        fits = shape and num_projections == 1 and not shape[0] % num_experts
+        has_axes = len(shape) == 2 or (kind == "rows" and shape)
+        fits = has_axes and num_projections == 1 and not shape[0] % num_experts
         return (shape[0] // num_experts, *shape[1:]) if fits else ()
     return shape[1:] if len(shape) in (2, 3) and shape[0] == num_experts else ()
 
