@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kits.checkpoint_maker import sparse_checkpoint
 from kits.fused_headers import GPT_OSS_CONFIG, MAVERICK_CONFIG, gpt_oss_120b_specs, maverick_specs
+from kits.marks import slow_but
 from kits.plan_maker import same_needs
 from kits.recipe_maker import linear, slerp
 from kits.segment_bench import Bench, make_bench
@@ -57,8 +59,14 @@ def _read_bytes(bench: Bench) -> int:
     return sum(bench.runner.run(segment).read_bytes for segment in bench.segments)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", ["linear", "ties", pytest.param("della", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "method"),
+    slow_but(
+        product(MODELS, ("linear", "ties", "della")),
+        *product(MODELS, ("linear",)),
+        ("transposed numbers", "ties"),
+    ),
+)
 def test_a_stack_that_no_lane_holds_is_read_once(model: str, method: str, tmp_path: Path) -> None:
     specs, config = MODELS[model]
     recipe = _recipe(method, _parents(tmp_path, specs, config))

@@ -42,10 +42,7 @@ METHODS: Mapping[str, tuple[int, Merge]] = {
 }
 """Parents that take part and what float64 makes of them, by method."""
 
-TRIED = (
-    *("mixtral", "deepseek_v3", "gpt_oss", "llama4", "granitemoe", "dbrx", "jamba", "qwen3_next"),
-    *("dots1", "afmoe"),
-)
+TRIED = ("mixtral", "deepseek_v3", "gpt_oss", "llama4", "granitemoe", "dbrx", "jamba", "qwen3_next")
 """Families of each layout and kind of layers; fast tests of experts, layouts and dtypes merge most others."""
 
 
