@@ -449,6 +449,31 @@ def test_a_stack_in_an_unknown_order_is_refused(tmp_path: Path) -> None:
     assert planned(one(a)).plan.problems == ()
 
 
+STACK = "model.layers.0.feed_forward.experts.down_proj"
+ONLY_COPIED: dict[str, tuple[Specs, dict[str, Any], str]] = {
+    "NVFP4 in a stack": (
+        {
+            STACK: (DType.U8, (2, 16, 6)),
+            f"{STACK}_weight_scale": f8(2, 2, 6),
+            f"{STACK}_weight_scale_2": f32(),
+        },
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "NVFP4 in stacks of experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ONLY_COPIED)
+def test_all_parts_of_codes_that_are_only_copied_are_refused_by_one_name(kind: str, tmp_path: Path) -> None:
+    parts, table, title = ONLY_COPIED[kind]
+    a, b = (_model(tmp_path / each, parts, quantization_config=table) for each in "ab")
+    problems = refusals(linear(a, b))
+    assert len(problems) == 2
+    assert all(f"{len(parts)} tensors are quantised as {title}" in each for each in problems)
+    made = good(one(a))
+    assert {made.method(name) for name in parts} == {"copy"}
+
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -38,7 +38,10 @@ _PARTNER_ENDINGS = (
     *(".absmax", ".quant_map", ".SCB"),
 )
 # What quantisers store beside codes; such tensors count wherever the config declares a quantisation.
-_FUSED_ENDING = re.compile(r"_(blocks|scales|scale|scale_inv|packed|qweight|bias)$")
+_FUSED_ENDING = re.compile(
+    r"_(blocks|(weight_)?scales?(_inv|_2)?|(input|output|weight_global|input_global)_scale|(weight_)?packed"
+    r"|qweight|bias)$"
+)
 _CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
 _FORMS = {
     ("_scale_inv",): "block FP8",
@@ -218,6 +221,8 @@ def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
         yield "FP4 by 32 columns in bytes, as DeepSeek-V4 has it"
     if has(".weight_scale_2"):
         yield "NVFP4 in ModelOpt's names"
+    if has("_proj_weight_scale_2"):
+        yield "NVFP4 in stacks of experts, as ModelOpt stores those of Llama 4"
     if narrow and has(".weight_scale") and has_bytes:
         yield "MXFP8"
     for endings, form in _FORMS.items():
