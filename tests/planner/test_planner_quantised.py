@@ -460,6 +460,16 @@ ONLY_COPIED: dict[str, tuple[Specs, dict[str, Any], str]] = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         "NVFP4 in stacks of experts",
     ),
+    "FP8 in a stack": (
+        {STACK: f8(2, 32, 6), f"{STACK}_weight_scale": f32()},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        "FP8 in stacks of experts",
+    ),
+    "FP8 in a stack with _scale": (
+        {STACK: f8(2, 32, 6), f"{STACK}_scale": f32()},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        "FP8 in stacks of experts",
+    ),
 }
 
 

@@ -10,6 +10,7 @@ codes               scales                                        further
                     ``README_WEIGHTS.md``), ``X.scale`` (V4),
                     ``X.weight_scale`` (compressed-tensors)
 ``Y`` F8            ``Y_scale_inv``, ``Y_scale``
+``Y`` F8            ``Y_weight_scale``: not read                  ``Y_input_scale``
 =================== ============================================= ==========================================
 
 ``quant_method: fp8`` is also that of DeepSeek-V4, whose experts are MXFP4 as ``mxfp4`` describes it.
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 448.0
 USUAL_BLOCK = (128, 128)
+_STACK = "FP8 in stacks of experts, as ModelOpt stores those of Llama 4"
 
 
 def _e4m3(code: int) -> float:
@@ -196,8 +198,7 @@ def _add(search: Search, codes: StoredTensor) -> None:
     if f"{module}.qscale_weight" in search.stored:
         return
     possible = [f"{name}_scale_inv", f"{name}_scale"]
-    if name.endswith(".weight"):
-        possible.append(f"{module}.scale")
+    possible.append(f"{module}.scale" if name.endswith(".weight") else f"{name}_weight_scale")
     scales = search.partner(codes, possible)
     if scales is None:
         return
@@ -208,7 +209,10 @@ def _add(search: Search, codes: StoredTensor) -> None:
         search.memo[key] = _blocks_meant(codes.shape, scales.shape, declared, has_exponents=has_exponents)
     blocks: Blocks | str | None = search.memo[key]
     others = tuple(each for ending in INPUT_SCALES if (each := f"{module}{ending}") in search.stored)
-    if blocks is None:
+    has_one = len(codes.shape) > 2 and not scales.shape and scales.name == f"{name}_scale"
+    if has_one or scales.name == f"{name}_weight_scale":
+        search.refuse((name, scales.name, f"{name}_input_scale", *others), _STACK)
+    elif blocks is None:
         search.report_misfit(codes, scales)
     elif isinstance(blocks, str):
         search.refuse((name, scales.name, *others), blocks)
