@@ -470,6 +470,11 @@ ONLY_COPIED: dict[str, tuple[Specs, dict[str, Any], str]] = {
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         "FP8 in stacks of experts",
     ),
+    "INT8 by tensor": (
+        _in_q({"weight": (DType.I8, (32, 32)), "weight_scale": f32(1)}),
+        compressed({"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True}),
+        "INT8 with one scale for each matrix",
+    ),
 }
 
 

@@ -69,6 +69,7 @@ _WEIGHT, _PACKED = ".weight", ".weight_packed"
 _SCALE, _GLOBAL_SCALE = ".weight_scale", ".weight_global_scale"
 _ZERO_POINT, _INPUT_ZERO_POINT = ".weight_zero_point", ".input_zero_point"
 _ZEROS_OF_INPUTS = "INT8 with stored zero points of inputs"
+_ONE_SCALE = "INT8 with one scale for each matrix"
 _PARTS = (
     *(_PACKED, _SCALE, int4.SHAPE_ENDING, _ZERO_POINT, ".weight_g_idx"),
     *(_GLOBAL_SCALE, ".input_global_scale", ".input_scale"),
@@ -186,6 +187,10 @@ def _add_bytes(search: Search, codes: StoredTensor) -> None:
         _refuse(search, module, _ZEROS_OF_INPUTS)
         return
     if len(codes.shape) != 2 or scales.shape not in ((codes.shape[0], 1), codes.shape[:1]):
+        if scales.num_elements == 1:
+            search.refuse((codes.name,), _ONE_SCALE)
+            _refuse(search, module, _ONE_SCALE)
+            return
         search.report_misfit(codes, scales)
         return
     others = tuple(each for ending in _PARTS[2:] if (each := f"{module}{ending}") in search.stored)
