@@ -65,6 +65,19 @@ def test_modelopts_formats_come_out_as_they_went_in(algorithm: str, tmp_path: Pa
     assert all(stored[0][name] == max(stored[1][name], stored[2][name]) for name in inputs)
 
 
+def test_scales_of_inputs_of_another_format_do_not_count(tmp_path: Path) -> None:
+    """NVFP4 divides the largest input by 2688, and FP8 by 448."""
+    forms = [("a", "NVFP4"), ("b", "FP8"), ("c", "NVFP4")]
+    a, b, c = (modelopt_llama(tmp_path / name, seed, form).root for seed, (name, form) in enumerate(forms))
+    for models, same in (((a, b, c), (a, c)), ((b, a, c), (b,))):
+        out = tmp_path / f"of_{models[0].name}"
+        merge(mean_of(*models), out)
+        alike, found = [read_tensors(each) for each in same], read_tensors(out)
+        scales = [name for name in found if name.endswith(".input_scale")]
+        assert scales
+        assert all(found[name] == max(each[name] for each in alike) for name in scales)
+
+
 def test_three_formats_of_one_checkpoint_come_out_as_they_went_in(tmp_path: Path) -> None:
     parents = [three_formats(tmp_path / name, seed) for seed, name in enumerate("ab")]
     _check_in_and_out(parents, tmp_path)

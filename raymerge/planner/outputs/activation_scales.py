@@ -17,6 +17,7 @@ from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_divisor
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight, part_name
 from raymerge.checkpoints.quantisation.formats import read_declared
+from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
 from raymerge.merge_plan.expressions import LARGEST, Op, Output, Read, make_expression
 from raymerge.methods import Settings, find_method
@@ -46,13 +47,19 @@ class ActivationScales:
         held = [(source, self._sources[source].checkpoint.tensors.get(name)) for source, name in named]
         return self._output(chosen.aligned.output, (chosen.aligned.span.lead.source, lead), held)
 
-    def of_inputs(self, name: str, output: str, own: Held, chosen: BoundOutput | None) -> Output:
-        """The output of a scale ``name`` of the inputs of ``output``, a matrix of codes.
+    def of_inputs(
+        self, name: str, output: str, own: Held, chosen: BoundOutput | None, codes: DType
+    ) -> Output:
+        """The output of a scale ``name`` of the inputs of ``output``, a matrix of ``codes``.
 
-        ``own`` is the lead's; ``chosen`` None where the matrix is made of the lead's alone."""
+        ``own`` is the lead's; ``chosen`` None where the matrix is made of the lead's alone. Beside codes of
+        another kind the scale of the same inputs is another: NVFP4 divides their largest by 2688, FP8 by
+        448."""
         ending = name[len(output.removesuffix(_WEIGHT)) :]
         members = () if chosen is None else chosen.members
-        held = [(member.source, self._stored(member.source, matrix, ending)) for member, matrix in members]
+        held = [
+            (member.source, self._stored(member.source, matrix, ending, codes)) for member, matrix in members
+        ]
         return self._output(name, own, held)
 
     def of_another(
@@ -71,7 +78,8 @@ class ActivationScales:
                 continue
             for name in (each for each in own.others if each.endswith(INPUT_SCALES)):
                 stored = self._sources[member.source].checkpoint.stored[name]
-                yield self.of_inputs(part_name(matrix, name, output), output, (member.source, stored), chosen)
+                scale, codes = part_name(matrix, name, output), own.quant_spec.format.code_dtype
+                yield self.of_inputs(scale, output, (member.source, stored), chosen, codes)
                 return
 
     def _declared(self, source: int) -> Declared:
@@ -84,12 +92,13 @@ class ActivationScales:
         """The outputs, with equal input scales where servers join them.
 
         What all comes from one source unchanged stays as stored there."""
-        groups: dict[tuple[JoinedMatrix | None, str], list[Output]] = {}
+        groups: dict[tuple[JoinedMatrix | None, str, DType | None], list[Output]] = {}
         for output in outputs:
             scales = input_scales(output)
             matrix = joined_matrix(output.name, rules) if scales else None
             for scale in scales if matrix is not None else ():
-                groups.setdefault((matrix, scale.name.rpartition(".")[2]), []).append(scale)
+                key = (matrix, scale.name.rpartition(".")[2], _codes(output))
+                groups.setdefault(key, []).append(scale)
         joined = {each.name: each for group in groups.values() for each in self._joined(group)}
         return tuple(_with_scales(output, joined) for output in outputs) if joined else tuple(outputs)
 
@@ -122,9 +131,10 @@ class ActivationScales:
             self._names[read.source] = {(each.key, each.offset): each.name for each in stored}
         return self._names[read.source][read.key, read.offset]
 
-    def _stored(self, source: int, matrix: str, ending: str) -> StoredTensor | None:
+    def _stored(self, source: int, matrix: str, ending: str, codes: DType) -> StoredTensor | None:
         checkpoint = self._sources[source].checkpoint
-        if matrix not in checkpoint.packed:
+        packed = checkpoint.packed.get(matrix)
+        if packed is None or packed.quant_spec.format.code_dtype is not codes:
             return None
         return checkpoint.stored.get(f"{matrix.removesuffix(_WEIGHT)}{ending}")
 
@@ -154,6 +164,10 @@ class ActivationScales:
 def input_scales(output: Output) -> tuple[Output, ...]:
     others = () if output.packed is None else output.packed.others
     return tuple(each for each in others if each.name.endswith(INPUT_SCALES))
+
+
+def _codes(output: Output) -> DType | None:
+    return None if output.packed is None else output.packed.quant_spec.format.code_dtype
 
 
 def _with_scales(output: Output, scales: Mapping[str, Output]) -> Output:

@@ -333,7 +333,8 @@ class OutputBuilder:
             if name == packed.shape_tensor:
                 return shape_tensor(names[name], stored[name].dtype, packed.quant_spec)
             if name.endswith(INPUT_SCALES):
-                return self.scales.of_inputs(names[name], output, (source, stored[name]), chosen)
+                codes = packed.quant_spec.format.code_dtype
+                return self.scales.of_inputs(names[name], output, (source, stored[name]), chosen, codes)
             return copied_output(names[name], stored[name], source)
 
         return QuantisedOutput(
