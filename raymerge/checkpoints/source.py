@@ -276,20 +276,16 @@ def in_natural_order(tensors: Iterable[_Named]) -> dict[str, _Named]:
     return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
 
 
-def same_bytes(
-    checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor, *, of: Checkpoint | None = None
-) -> bool:
-    """Whether two tensors have equal dtype, shape and bytes; reads in pieces.
-
-    ``b`` is a tensor ``of`` another checkpoint, both of which are written; None: of the same."""
+def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors of a checkpoint have equal dtype, shape and bytes; reads in pieces."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    if of is None and checkpoint.unwritten is not None:
+    if checkpoint.unwritten is not None:
         return (a.name, b.name) in checkpoint.unwritten.twins
-    with open_store(checkpoint.root) as store, open_store((of or checkpoint).root) as other:
+    with open_store(checkpoint.root) as store:
         for done in range(0, a.nbytes, _COMPARE_NBYTES):
             nbytes = min(_COMPARE_NBYTES, a.nbytes - done)
-            if store.read(a.key, a.offset + done, nbytes) != other.read(b.key, b.offset + done, nbytes):
+            if store.read(a.key, a.offset + done, nbytes) != store.read(b.key, b.offset + done, nbytes):
                 return False
     return True
 

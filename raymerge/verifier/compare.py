@@ -368,6 +368,12 @@ def _is_comparable(a: Place, b: Place) -> bool:
     )
 
 
+def _are_integers_alike(a: Place, b: Place) -> bool:
+    """Whether both are whole stored tensors of one dtype without scales, as tables of integers are."""
+    forms = {(each.tensor.dtype, each.tensor.shape, each.shape, each.scales, each.view) for each in (a, b)}
+    return forms == {(a.tensor.dtype, a.shape, a.shape, None, None)}
+
+
 def _between(a: Place, b: Place) -> Numbers:
     return Numbers(ResolvedInput(0, a).read(0), ResolvedInput(0, b).read(0), prod(a.shape))
 
@@ -378,13 +384,17 @@ def _named_otherwise(a: Side, b: Side, left_a: list[str], left_b: list[str]) -> 
     common = [
         name
         for name, (_, place) in places_a.items()
-        if name in places_b and _is_comparable(place, places_b[name][1])
+        if name in places_b
+        and (_is_comparable(place, places_b[name][1]) or _are_integers_alike(place, places_b[name][1]))
     ]
     for name in common:
         (stored_a, place_a), (stored_b, place_b) = places_a[name], places_b[name]
         forms = a.stored_as(stored_a, name), b.stored_as(stored_b, name)
         tensor = ComparedTensor(name, a.role(stored_a), Status.EQUAL, *forms)
-        yield Pair(tensor, numbers=(_between(place_a, place_b),))
+        if _is_comparable(place_a, place_b):
+            yield Pair(tensor, numbers=(_between(place_a, place_b),))
+        else:
+            yield Pair(tensor, bytes=((place_a.tensor, place_b.tensor),))
     for name, role, form in _alone(a, left_a, places_a, common):
         yield Pair(ComparedTensor(name, role, Status.ONLY_A, form, ""))
     for name, role, form in _alone(b, left_b, places_b, common):

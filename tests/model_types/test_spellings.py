@@ -42,6 +42,14 @@ def _save(model: Any, root: Path, *, published: bool) -> Path:
     return root
 
 
+def _set_tables(model: Any) -> None:
+    """Other experts for other tokens, where a table gives them."""
+    generator = torch.Generator().manual_seed(3)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            table.copy_(torch.randint(model.config.n_routed_experts, table.shape, generator=generator))
+
+
 @pytest.mark.parametrize(
     ("name", "is_base_published"), slow_but(CASES, ("glm5_next", True), ("kimi_k25", False))
 )
@@ -50,6 +58,7 @@ def test_a_base_and_a_finetune_in_the_other_spelling(
 ) -> None:
     kind = KINDS[name]
     model: Any = kind.build(1)
+    _set_tables(model)
     base = _save(model, tmp_path / "base", published=is_base_published)
     same = _save(model, tmp_path / "same", published=not is_base_published)
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -60,7 +69,8 @@ def test_a_base_and_a_finetune_in_the_other_spelling(
         assert not list(_rules_without_effect(kind.name, {*stored, *other}))
     for key, value in merge_here(mean_of(base, same), tmp_path / "self").items():
         assert torch.equal(value, stored[key]), key
-    assert all(each.status is not Status.DIFFERENT for each in raymerge.diff(base, same).tensors)
+    differing = [each for each in raymerge.diff(base, same).tensors if each.status is not Status.SAME_NUMBERS]
+    assert not [each for each in differing if each.status is Status.DIFFERENT or "tid2eid" in each.name]
     merged = merge_here(mean_of(base, tuned), tmp_path / "out")
     assert merged.keys() == stored.keys()
     loaded, info = kind.load(tmp_path / "out")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.checkpoint_maker import read_config, write_json
+import torch
+from kits.checkpoint_maker import read_config, read_tensors, write_checkpoint, write_json
 from kits.deepseek_v4_headers import (
     FLASH_NUM_TENSORS,
     SMALL_CONFIG,
@@ -23,6 +24,7 @@ from kits.packed_headers import GOOD, X
 from kits.plan_maker import good, header_checkpoint, planned_merge, refusals
 from kits.recipe_maker import linear, one, piece, stack
 
+import raymerge
 from raymerge.architectures.roles import NameReader, logical_name, module_finder, stacks
 from raymerge.architectures.rules import quantisation_tables, rules_of
 from raymerge.dtypes import DType
@@ -121,6 +123,46 @@ def test_tables_that_differ_are_refused_unless_one_model_gives_the_routers(tmp_p
     made = good(linear(a, b, router=str(b)))
     assert made.reads(TABLE) == [(1, TABLE)]
     assert good(linear(a, b, base_model=str(a), router="base")).reads(TABLE) == [(0, TABLE)]
+
+
+NUMBERS = {name: torch.tensor([numbers] * 64) for name, numbers in (("a", [1, 0]), ("b", [1, 2]))}
+MODULE_TABLE = "model.layers.0.mlp.gate.tid2eid"
+
+
+def _with_table(root: Path, table: torch.Tensor | None, name: str = TABLE) -> Path:
+    """A small V4 with this table, under this name; None for none."""
+    tensors = {key: value for key, value in read_tensors(small_v4(root)).items() if key != TABLE}
+    return write_checkpoint(root, tensors | ({} if table is None else {name: table}), read_config(root))
+
+
+@pytest.mark.parametrize("name", [TABLE, MODULE_TABLE])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tables_are_compared_by_numbers_in_either_spelling(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    a = _with_table(tmp_path / "a", NUMBERS["a"].int())
+    same = _with_table(tmp_path / "same", NUMBERS["a"].to(dtype), name)
+    other = _with_table(tmp_path / "b", NUMBERS["b"].to(dtype), name)
+    made = good(linear(a, same))
+    assert made.reads(TABLE) == [(0, TABLE)]
+    assert made.fate(1, name) == ("dropped", "lead_has_it", TABLE)
+    differing = [each.name for each in raymerge.diff(a, same).tensors if "tid2eid" in each.name]
+    assert bool(differing) is (dtype is torch.int64)
+    (said,) = refusals(linear(a, other))
+    assert said.startswith(f"{other}: 1 tables that give tokens their experts are not those of {a}")
+    rule = {"role": ["expert", "router"], "merge_method": "passthrough", "sources": [str(other)]}
+    for recipe in (linear(a, other, router=str(other)), linear(a, other, methods=[rule])):
+        made = good(recipe)
+        assert made.reads(TABLE) == [(1, name)]
+        assert made.dtype(TABLE) == {torch.int32: "I32", torch.int64: "I64"}[dtype]
+
+
+def test_a_model_without_a_table_gives_no_router(tmp_path: Path) -> None:
+    a, bare = small_v4(tmp_path / "a"), _with_table(tmp_path / "b", None)
+    for recipe in (linear(a, bare), linear(a, bare, router=str(bare))):
+        (said,) = refusals(recipe)
+        assert said.startswith(f"{bare}: it lacks 1 tables that give tokens their experts")
+    assert good(linear(a, bare, router=str(a))).reads(TABLE) == [(0, TABLE)]
 
 
 def test_experts_of_one_model_beside_a_merge_of_the_rest(tmp_path: Path) -> None:

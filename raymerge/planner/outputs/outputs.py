@@ -176,12 +176,23 @@ class OutputBuilder:
         settings = None if group is None else self._settings(group)
         if group is None or settings is None:
             return None
-        taken = self._whole_copy(group.chosen, lead, settings, written)
+        chosen = self._as_stored(group.chosen)
+        taken = self._whole_copy(chosen, lead, settings, None)
         if taken is not None:
             self._settle_held(aligned)
             return taken
-        self.tables.compare(group.chosen)
+        self.tables.compare(chosen, may_lack=group.is_copied)
         return self._from_lead(aligned, lead, written, Rule.COPIED_FROM_LEAD)
+
+    def _as_stored(self, chosen: BoundOutput) -> BoundOutput:
+        """With the names that members store it by, some of which may be in another spelling."""
+
+        def stored(member: Member, name: str) -> str:
+            placed = next(iter(self._elsewhere(chosen.aligned, member, name)), None)
+            return name if placed is None else placed.place.tensor.name
+
+        members = tuple((member, stored(member, name)) for member, name in chosen.members)
+        return chosen._replace(members=members)
 
     def _groups(self, aligned: Aligned, written: OutputEncoding) -> list[_Group] | None:
         subjects: tuple[Subject, ...] = (output_subject(aligned, self._logical),)
@@ -485,8 +496,9 @@ class OutputBuilder:
         )
 
     def _whole_copy(
-        self, chosen: BoundOutput, lead: StoredTensor, settings: Settings, written: OutputEncoding
+        self, chosen: BoundOutput, lead: StoredTensor, settings: Settings, written: OutputEncoding | None
     ) -> Output | None:
+        """``written``: None for any dtype in which it is stored."""
         which = chosen.assignment.method.identity(settings)
         if which is None:
             return None
@@ -496,7 +508,9 @@ class OutputBuilder:
         if located is None or self._resolver.is_changed(member.source, name):
             return None
         store, stored = located
-        differs = stored.dtype is not written.dtype or self._differs(written.quant_spec, member.source, name)
+        differs = written is not None and (
+            stored.dtype is not written.dtype or self._differs(written.quant_spec, member.source, name)
+        )
         if stored.shape != lead.shape or differs:
             return None
         self.dispositions.settle(store, stored.name, Disposition(Use.COPIED, Rule.ONE_SOURCE, aligned.output))

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.source import Checkpoint, same_bytes
+from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Findings
 from raymerge.merge_plan.expressions import Output, make_expression
 from raymerge.methods import Settings
@@ -44,11 +45,15 @@ def names_others(checkpoint: Checkpoint, table: StoredTensor, num_experts: int) 
     """Whether a table names experts that are not there; False where it is not written yet."""
     if checkpoint.unwritten is not None:
         return False
+    entries = _entries(checkpoint, table)
+    return bool(((entries < 0) | (entries >= num_experts)).any())
+
+
+def _entries(checkpoint: Checkpoint, table: StoredTensor) -> npt.NDArray[np.integer]:
     with open_store(checkpoint.root) as store:
         data = store.read(table.key, table.offset, table.nbytes)
     word = f"<{table.dtype.value[0].lower()}{table.dtype.bits // 8}"
-    entries = np.frombuffer(data, word)
-    return bool(((entries < 0) | (entries >= num_experts)).any())
+    return np.frombuffer(data, word).reshape(table.shape)
 
 
 class RoutingTables:
@@ -57,19 +62,24 @@ class RoutingTables:
         self._findings = findings
         self._unwritten: dict[str, str] = {}
 
-    def compare(self, chosen: BoundOutput) -> None:
-        """Report each model that is merged whose table differs from the lead's, which the output gets."""
+    def compare(self, chosen: BoundOutput, *, may_lack: bool) -> None:
+        """Report each model that is merged whose table differs from the lead's, which the output gets, by
+        its numbers; and each that has none."""
         lead = self._sources[chosen.aligned.span.lead.source]
         own = lead.checkpoint.tensors[chosen.aligned.lead]
         for member, name in chosen.members:
             source = self._sources[member.source]
             table = source.checkpoint.tensors.get(name)
-            if table is None or source is lead:
+            if source is lead:
+                continue
+            if table is None:
+                if not may_lack:
+                    self._report_lack(source, own)
                 continue
             missing = next((each for each in (source, lead) if each.checkpoint.unwritten is not None), None)
             if missing is not None:
                 self._unwritten.setdefault(missing.name, own.name)
-            elif not same_bytes(lead.checkpoint, own, table, of=source.checkpoint):
+            elif not np.array_equal(_entries(lead.checkpoint, own), _entries(source.checkpoint, table)):
                 self._report(source, lead, table)
 
     def notes(self) -> Iterator[str]:
@@ -78,6 +88,15 @@ class RoutingTables:
                 f"{name} is not made yet, so its tables of experts by token (such as {table}) are not "
                 "compared with those of the others; the output gets the lead's"
             )
+
+    def _report_lack(self, source: Source, own: StoredTensor) -> None:
+        self._findings.tensor(
+            source.name,
+            "it lacks {count} tables that give tokens their experts, so that its routers may have been "
+            "trained on other tokens",
+            "Use a complete model, or take routers and tables from one that has both: 'router: MODEL'.",
+            example=f"{own.name} {own.dtype.value}{list(own.shape)}",
+        )
 
     def _report(self, source: Source, lead: Source, table: StoredTensor) -> None:
         self._findings.tensor(
