@@ -709,8 +709,14 @@ MUTATIONS = (
     # Two spellings of one model, and loaders that read a result wrongly
     Mutation(
         "planner/matching/logical.py",
-        "if heads > 0 and tensor.shape[0] % (2 * heads) == 0 else 0",
-        "if heads > 0 else 0",
+        "if heads > 0 and tensor.shape[0] % (2 * heads) == 0 else -1",
+        "if heads > 0 else -1",
+        _SPELLINGS,
+    ),
+    Mutation(
+        "planner/outputs/ops.py",
+        " and min(place.halved_heads, other.halved_heads)",
+        " and place.halved_heads * other.halved_heads > 0",
         _SPELLINGS,
     ),
     Mutation(

@@ -113,6 +113,28 @@ def test_rows_whose_order_the_config_does_not_tell_are_refused(heads: int | None
     assert f"{WQKV}.weight" in problems or "attn.q_proj.weight" in problems
 
 
+@pytest.mark.parametrize("numbers", [(HEADS, None), (None, HEADS), (None, None)])
+def test_rows_of_one_order_whose_heads_a_config_does_not_tell(
+    numbers: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    """They are not taken for rows that take turns."""
+    models = [_as_modules(_published(seed)) for seed in (1, 2)]
+    roots = [
+        write_checkpoint(
+            tmp_path / str(n), model, {**KIMI, "vision_config": {"num_attention_heads": numbers[n]}}
+        )
+        for n, model in enumerate(models)
+    ]
+    if numbers != (None, None):
+        sentence = f"{roots[numbers.index(None)]}: the rows of each head lie in two halves in 4 tensors"
+        (problem,) = refusals(linear(*roots))
+        assert problem.startswith(sentence)
+        assert "vision_config.num_attention_heads of its config" in problem
+        return
+    for name, value in merge_here(mean_of(*roots), tmp_path / "out").items():
+        torch.testing.assert_close(value, (models[0][name] + models[1][name]) / 2, msg=name)
+
+
 def test_an_adapter_to_rows_in_another_order_is_refused(tmp_path: Path) -> None:
     config = {**KIMI, "vision_config": {"num_attention_heads": HEADS}}
     factors = {"lora_A": torch.ones(4, WIDTH), "lora_B": torch.ones(ROWS, 4)}
@@ -126,6 +148,17 @@ def test_an_adapter_to_rows_in_another_order_is_refused(tmp_path: Path) -> None:
             sentences = ("its rows are not in the order in which", f"stores {WQKV}.weight")
             assert any(all(each in problem for each in sentences) for problem in problems) == is_other
             assert is_other or not problems
+
+
+def test_what_an_adapter_has_instead_lies_as_in_its_model(tmp_path: Path) -> None:
+    model, name = _as_modules(_published(1)), f"{TOWER}.q_proj.weight"
+    config = {**KIMI, "vision_config": {"num_attention_heads": HEADS}}
+    root = write_checkpoint(tmp_path / "base", model, config)
+    instead = _as_modules(_published(2))[name]
+    saved = {f"base_model.model.{TOWER}.q_proj.modules_to_save.weight": instead}
+    lora = write_adapter(tmp_path / "lora", saved)
+    merged = merge_here(mean_of(root, f"{root}+{lora}"), tmp_path / "out")
+    torch.testing.assert_close(merged[name], (model[name] + instead) / 2)
 
 
 @pytest.mark.parametrize("kinds", [["full", "shared", "full", "full"], ["full"] * 4])

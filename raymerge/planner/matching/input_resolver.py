@@ -157,7 +157,7 @@ class AdapterOverlay(Overlay):
             return None
         if target is None:
             self._strays.append(called)
-        elif self._logical.is_halved(name) != self._logical.is_halved(self._stored(target)):
+        elif bool(self._logical.heads_fields(name)) != bool(self._logical.heads_fields(self._stored(target))):
             stored = f"{self._source.checkpoint.name} stores {self._stored(target)}"
             self._misfit(called, f"its rows are not in the order in which {stored}.", _MERGE_FIRST)
             return None
@@ -514,7 +514,8 @@ class InputResolver:
         replaced = laid.replaced.get(called)
         if replaced is None:
             return ResolvedInput(source, place, factor, adapter)
-        return ResolvedInput(laid.store, whole_place(replaced), factor, adapter)
+        instead = whole_place(replaced)._replace(halved_heads=place.halved_heads)
+        return ResolvedInput(laid.store, instead, factor, adapter)
 
     def whole(self, source: int, name: str) -> ResolvedInput | None:
         """All of a stored tensor; None where it is not stored, changed or replaced."""

@@ -53,7 +53,8 @@ class Place(NamedTuple):
     """Layout within the block; None: the block is the logical tensor, row-major."""
     scales: Scales | None = None
     halved_heads: int = 0
-    """Heads whose rows lie in two halves each; 0: in the order of the canonical tensor."""
+    """Heads whose rows lie in two halves each; 0: in the order of the canonical tensor; -1: in halves,
+    but the config does not tell of how many heads."""
 
 
 class Block(NamedTuple):
@@ -104,7 +105,7 @@ class LogicalTensors:
     def logical_name(self, name: str) -> str:
         if name not in self._names:
             canonical = self._canonical.of(name, self.infos[name])
-            if self.is_halved(name) and not self._halved_heads(self._source.checkpoint.tensors[name]):
+            if self._halved_heads(self._source.checkpoint.tensors[name]) < 0:
                 canonical = name
             # Of equal texts one is kept.
             self._names[name] = name if canonical == name else canonical
@@ -210,19 +211,19 @@ class LogicalTensors:
         if packed is not None and packed.quant_spec.padding:
             view = View(0, shape, (packed.quant_spec.columns, 1))
         scales = self._scales(tensor, 0, count) if self._packed else None
-        heads = self._halved_heads(tensor) if self._source.rules.halved else 0
-        return Place(tensor, 0, count, shape, view, scales, heads)
+        return Place(tensor, 0, count, shape, view, scales, self._halved_heads(tensor))
 
-    def is_halved(self, name: str) -> bool:
-        """Whether the rows of each head lie in two halves in a tensor of this name."""
-        return any(pattern.search(name) for pattern, _ in self._source.rules.halved)
+    def heads_fields(self, name: str) -> tuple[str, ...]:
+        """The config's fields for the number of heads, where a tensor of this name has the rows of each in
+        two halves; empty where it has not."""
+        return next((fields for pattern, fields in self._source.rules.halved if pattern.search(name)), ())
 
     def _halved_heads(self, tensor: StoredTensor) -> int:
-        """0 where a tensor is not halved, or the config does not tell how."""
-        rules, config = self._source.rules, self._source.checkpoint.config
-        fields = next((fields for pattern, fields in rules.halved if pattern.search(tensor.name)), ())
-        heads = first_int(config, fields) or 0
-        return heads if heads > 0 and tensor.shape[0] % (2 * heads) == 0 else 0
+        """As in a place."""
+        if not (fields := self.heads_fields(tensor.name)):
+            return 0
+        heads = first_int(self._source.checkpoint.config, fields) or 0
+        return heads if heads > 0 and tensor.shape[0] % (2 * heads) == 0 else -1
 
     def quant_spec(self, name: str) -> QuantSpec | None:
         packed = self._packed.get(name)

@@ -460,6 +460,18 @@ class OpMaker:
             example=f"{name} {list(held.checkpoint.tensors[name].shape)}",
         )
 
+    def _other_heads(self, lead: int, source: int, place: Place, other: Place) -> None:
+        if place.halved_heads < 0:
+            lead, source, other = source, lead, place
+        field = self._logical[source].heads_fields(other.tensor.name)[0]
+        self._findings.tensor(
+            self._sources[source].name,
+            f"the rows of each head lie in two halves in {{count}} tensors, and {field} of its config does "
+            f"not give the heads by which those of {self._sources[lead].name} are ordered",
+            f"Write the model's number of heads into {field} of its config.json.",
+            example=other.tensor.name,
+        )
+
     def _run(
         self, chosen: BoundOutput, block: Block, disposition: Disposition
     ) -> tuple[tuple[Part, ...], tuple[Read, ...]] | None:
@@ -509,6 +521,9 @@ class OpMaker:
     def _fits(self, chosen: BoundOutput, member: Member, place: Place, other: Place) -> bool:
         if place.shape != other.shape:
             self.other_shape(chosen, member, other, place.shape)
+            return False
+        if place.halved_heads != other.halved_heads and min(place.halved_heads, other.halved_heads):
+            self._other_heads(chosen.aligned.span.lead.source, member.source, place, other)
             return False
         scales = other.scales
         quant_spec = None if scales is None else self._logical[member.source].quant_spec(other.tensor.name)
