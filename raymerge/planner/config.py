@@ -356,6 +356,9 @@ class _Quantisation:
             return config, None
         if not (packed or is_unread):
             return without_tables(config), None
+        mixed = self._mixed_experts()
+        if mixed is not None:
+            return config, Problem(where, *mixed)
         if is_common and self._is_true(declared):
             return self._with_plain(changed, declared), None
         objection = self._objection(is_unread=is_unread)
@@ -447,6 +450,20 @@ class _Quantisation:
             return self._unread_objection()
         scaled = next((name for name, each in self._packed.items() if _has_input_scale(each)), None)
         return None if scaled is None else self._input_scales(scaled)
+
+    def _mixed_experts(self) -> tuple[str, str] | None:
+        """Where experts are in bytes, as DeepSeek-V4's, and others of them in another format."""
+        experts = [(name, each.quant_spec.format) for name, each in self._packed.items() if _experts_of(name)]
+        examples = {form: name for name, form in reversed(experts)}
+        if len(examples) < 2 or MXFP4_BYTES not in examples:
+            return None
+        listed = " and ".join(f"as {form.word} (such as {name})" for form, name in examples.items())
+        return (
+            f"experts would be stored {listed}, and '{EXPERT_DTYPE}' in config.json, by which loaders go, "
+            "says one format for all.",
+            "Choose one for all experts, those of layers that predict further tokens too: 'out_format: "
+            "fp8_block', or 'out_format: [{role: expert, value: mxfp4}, same]'.",
+        )
 
     def _several_formats(self) -> tuple[str, str]:
         are_alike = len({each.quant_spec.format.word for each in self._packed.values()}) == 1

@@ -298,6 +298,23 @@ def test_experts_change_their_format_with_what_the_config_says_of_them(version: 
     assert "expert_dtype" not in {**plain, **plain.get("text_config", {})}
 
 
+def test_experts_in_two_formats_have_no_config(tmp_path: Path) -> None:
+    """Loaders go by ``expert_dtype`` alone, which is one for layers and ``mtp``."""
+    roots = {experts: small_v4(tmp_path / experts, experts=experts) for experts in EXPERTS}
+    mtp = [{"role": "mtp", "value": "mxfp4"}, "same"]
+    one_layer = [{"glob": "layers.1.ffn.experts.*.weight", "value": "fp8_block"}, "same"]
+    stacked = stack(piece(roots["fp8"], 0, 2), piece(roots["fp4"], 1, 3))
+    for recipe in (one(roots["fp8"], out_format=mtp), one(roots["fp4"], out_format=one_layer), stacked):
+        (said,) = refusals(recipe)
+        assert "experts would be stored as" in said
+        assert "'expert_dtype' in config.json" in said
+    every = [{"role": "expert", "value": "mxfp4"}, "same"]
+    for recipe in (one(roots["fp8"], out_format=every), {**stacked, "out_format": every}):
+        made = good(recipe)
+        assert {made.dtype(name) for name in made.names() if name.endswith(".experts.0.w1.weight")} == {"I8"}
+        assert made.config["expert_dtype"] == "fp4"
+
+
 @pytest.mark.parametrize(("kind", "has_powers"), [("Kimi-K3", True), ("Kimi-K2-Thinking", False)])
 def test_fp8_of_mxfp4_has_scales_that_are_powers_of_two(kind: str, has_powers: bool, tmp_path: Path) -> None:
     """So nothing is lost; of INT4, whose scales are any numbers, it has the finest."""
