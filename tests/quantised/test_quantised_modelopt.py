@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import read_config, read_tensors
+from kits.checkpoint_maker import (
+    TOKENIZER_FILES,
+    llama_config,
+    llama_shapes,
+    read_config,
+    read_tensors,
+    write_checkpoint,
+)
 from kits.float64_merges import linear
 from kits.merge_cases import INLINE, merge
 from kits.quantised_merges import (
@@ -181,6 +188,26 @@ def test_a_table_that_is_in_the_file_alone_counts(tmp_path: Path) -> None:
     assert not (tmp_path / "plain" / BESIDE).exists()
     merge(stack(piece(parents[0].root, 0, 1), piece(parents[1].root, 0, 1)), tmp_path / "stack")
     assert _beside(tmp_path / "stack") == _beside(parents[0].root)
+
+
+@pytest.mark.parametrize("is_legacy", [True, False])
+def test_a_table_of_cached_keys_and_values_alone_counts(is_legacy: bool, tmp_path: Path) -> None:
+    """Its model is plain: the scales are the largest, and weights are merged as those of any model."""
+    stored = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    table = {"quant_algo": None, "kv_cache_scheme": _FP8_CACHE, "ignore": [], "quant_method": "modelopt"}
+    config = llama_config(layers=1) | ({} if is_legacy else {"quantization_config": table})
+    for name, scale in (("a", 0.25), ("b", 0.75)):
+        tensors = {each: torch.ones(shape).bfloat16() for each, shape in llama_shapes(config).items()}
+        tensors |= {f"model.layers.0.self_attn.{w}_proj.{w}_scale": torch.tensor(scale) for w in "kv"}
+        extra = {**TOKENIZER_FILES, BESIDE: json.dumps({"quantization": stored})}
+        write_checkpoint(tmp_path / name, tensors, config, extra=extra)
+    merge(mean_of(tmp_path / "a", tmp_path / "b"), tmp_path / "out")
+    assert changed_bytes(tmp_path / "out", tmp_path / "b") == set()
+    for name in ("config.json", BESIDE):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+
+
+_FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
 
 
 def test_layers_in_another_order_are_listed_under_their_new_numbers(tmp_path: Path) -> None:

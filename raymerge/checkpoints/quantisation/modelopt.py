@@ -43,6 +43,7 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 
 _NAME, _MIXED = "modelopt", "MIXED_PRECISION"
 _GLOBS = ("ignore", "exclude_modules", "modules_to_not_convert")
+_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 class _Algorithm(NamedTuple):
@@ -65,7 +66,7 @@ _FRESH: Mapping[Format, str] = MappingProxyType({MXFP8: "MXFP8", NVFP4_MODELOPT:
 _KEYS = frozenset(
     [
         *("quant_method", "quant_algo", "group_size", "config_groups", "quantized_layers", "producer"),
-        *("kv_cache_scheme", "kv_cache_quant_algo", "has_zero_point", *_GLOBS),
+        *(*_CACHE, "has_zero_point", *_GLOBS),
     ]
 )
 _FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -87,7 +88,7 @@ _FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def as_table(content: Mapping[str, Any]) -> dict[str, Any]:
     """What an ``hf_quant_config.json`` says, as a ``quantization_config``; {} where it says nothing."""
     quantization = content.get("quantization")
-    if not isinstance(quantization, Mapping) or not quantization.get("quant_algo"):
+    if not isinstance(quantization, Mapping) or not any(map(quantization.get, ("quant_algo", *_CACHE))):
         return {}
     producer = {"producer": content["producer"]} if content.get("producer") else {}
     return {**quantization, **producer, "quant_method": _NAME}
@@ -129,7 +130,7 @@ def contradiction(table: Mapping[str, Any], content: Mapping[str, Any]) -> str |
     """How a table and an ``hf_quant_config.json`` differ, as the end of a sentence that begins with the name
     of the file; None where they agree, or where the table is not ModelOpt's."""
     beside = as_table(content)
-    if not beside or not is_table(table) or not table.get("quant_algo"):
+    if not beside.get("quant_algo") or not is_table(table) or not table.get("quant_algo"):
         return None
     if str(beside["quant_algo"]) != str(table["quant_algo"]):
         return f"says quant_algo {brief(beside['quant_algo'])}, and config.json {brief(table['quant_algo'])}"
@@ -147,9 +148,12 @@ def _listed(layers: Any) -> frozenset[tuple[str, str]]:
 def _read_table(table: Mapping[str, Any]) -> Declared:
     plain, wrong = glob_modules(names_in(table, *_GLOBS))
     algorithm = str(table.get("quant_algo") or "")
-    if not algorithm:
+    # Keys and values alone may be quantised, which are no weights.
+    is_of_cache = not algorithm and any(map(table.get, _CACHE))
+    if not algorithm and not is_of_cache:
         wrong = (*wrong, "names no quant_algo")
-    declared = Declared(_NAME, plain=plain, wrong=(*wrong, *unknown_fields(table, _KEYS)))
+    wrong = (*wrong, *unknown_fields(table, _KEYS))
+    declared = Declared(_NAME, plain=plain, is_stored=not is_of_cache, wrong=wrong)
     if algorithm == _MIXED:
         return with_layers(declared, table)
     if algorithm and algorithm not in _ALGORITHMS:
