@@ -47,6 +47,8 @@ class Rule(StrEnum):
     """Rows for its vocabulary were made of it, in a stage before the merge."""
     ACTIVATION_SCALE = "activation_scale"
     """A scale of inputs, or of cached keys and values: the largest of those that the sources have."""
+    NOT_QUANTISED = "not_quantised"
+    """Such a scale, which nothing in the output's config declares any more."""
     ONLY_IN_BASE = "only_in_base"
     """Some source lacks it and the recipe says ``missing_tensors: copy_base``, so the base's is kept."""
     NOT_CHOSEN = "not_chosen"

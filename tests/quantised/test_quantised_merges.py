@@ -531,6 +531,19 @@ def test_no_scale_that_quantisers_write_of_what_is_computed_is_a_weight(
     assert float(found["model.norm.layer_scale"]) == 1.25
 
 
+def test_no_scale_stays_where_all_became_plain(tmp_path: Path) -> None:
+    """Nothing would declare it, and another merge would take it for a weight."""
+    models = [fp8_llama(tmp_path / name, seed).root for seed, name in enumerate("ab")]
+    scale = "model.layers.0.self_attn.k_proj.k_scale"
+    for model, value in zip(models, (0.25, 0.75), strict=True):
+        _add(model, {scale: value})
+    merge(mean_of(*models), tmp_path / "same")
+    assert read_tensors(tmp_path / "same")[scale] == 0.75
+    merge(mean_of(*models, out_format="bf16"), tmp_path / "plain")
+    assert not [name for name in read_tensors(tmp_path / "plain") if name.endswith("scale")]
+    assert verify(tmp_path / "plain").problems == ()
+
+
 def _add(root: Path, scales: Mapping[str, float]) -> None:
     """Add scales to a checkpoint, in its first file."""
     index_file, file = root / "model.safetensors.index.json", "model.safetensors"

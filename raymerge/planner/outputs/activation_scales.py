@@ -14,7 +14,7 @@ from raymerge.architectures.roles import JoinedMatrix, joined_matrix
 from raymerge.architectures.rules import Rules, quantisation_tables
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.config import Declared
-from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_divisor
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale, is_divisor
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight, part_name
 from raymerge.checkpoints.quantisation.formats import read_declared
 from raymerge.dtypes import DType
@@ -101,6 +101,18 @@ class ActivationScales:
                 groups.setdefault(key, []).append(scale)
         joined = {each.name: each for group in groups.values() for each in self._joined(group)}
         return tuple(_with_scales(output, joined) for output in outputs) if joined else tuple(outputs)
+
+    def without_table(self, outputs: Sequence[Output], donor: int) -> tuple[Output, ...]:
+        """The outputs for a config without a table, where such scales would be tensors that nothing declares.
+
+        A donor that has no table either may use the names otherwise."""
+        gone = [each for each in outputs if donor in self.quantised and is_activation_scale(each.name)]
+        for scale in gone:
+            for read in _reads(scale):
+                disposition = Disposition(Use.DROPPED, Rule.NOT_QUANTISED)
+                self._dispositions.settle_part(read.source, self._name(read), disposition)
+        names = {each.name for each in gone}
+        return tuple(each for each in outputs if each.name not in names)
 
     def notes(self, outputs: Sequence[Output]) -> Iterator[str]:
         scales = (*outputs, *(each for output in outputs for each in input_scales(output)))

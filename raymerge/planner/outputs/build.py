@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from raymerge.architectures.roles import module_finder
-from raymerge.architectures.rules import Role, rules_of
+from raymerge.architectures.rules import Role, quantisation_tables, rules_of
 from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.source import as_numbers, in_natural_order
@@ -265,6 +265,8 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
         recipe, donor, sources, context.resolver.logical, sections, outputs, tie.tied
     )
     findings.extend(objections)
+    if not quantisation_tables(config):
+        outputs = builder.scales.without_table(outputs, donor.index)
     resized = builder.embeddings.settle(outputs, donor)
     config = with_fields(config, tokenizer.config or vocabulary_size(config, resized) if resized else {})
     return Decided(
