@@ -5,16 +5,19 @@ those of whole matrices first; workers find the rest where they read it, before 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raymerge.architectures.rules import quantisation_tables
+from raymerge.checkpoints.quantisation.detect import is_activation_scale
 from raymerge.checkpoints.quantisation.encoding import Encoding, Made
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
+from raymerge.merge_plan.expressions import LARGEST
 from raymerge.merge_plan.plan import Ints, Plan, RunReader, ints
 from raymerge.merge_plan.tables import read_scales
 from raymerge.storage.store import Range, ReadStore, coalesce
@@ -34,7 +37,7 @@ _WIDE: Mapping[DType, tuple[str, int]] = {
 """How to see the bits of floats, and those of the exponent."""
 
 
-NOT_FINITE, NEGATIVE = "NaN or infinity", "a negative scale of codes"
+NOT_FINITE, NEGATIVE = "NaN or infinity", "a negative scale"
 
 
 class Fault(NamedTuple):
@@ -84,15 +87,17 @@ class _Stored(NamedTuple):
     key: str
     range: Range
     dtype: DType
-    what: Made
+    what: Made | None
     input: int
-    encoding: Encoding
+    encoding: Encoding | None
+    """None where it is a scale of what the model computes, and none of codes."""
 
 
 def scale_problems(plan: Plan, stores: Sequence[ReadStore], names: Sequence[str]) -> Iterator[Problem]:
     """What is wrong with stored scales, as far as they are read in a few seconds; of a tensor the first."""
     reported: set[str] = set()
-    for batch in _looked_at(plan, stores) if len(plan["scales"]) else ():
+    batches = _looked_at(plan, stores) if len(plan["scales"]) else ()
+    for batch in chain(batches, [_bounded(_of_activations(plan), stores)]):
         for each, data in _read(batch, stores):
             what = _wrong(each, data, plan, stores[each.source])
             where = f"{names[each.source]}: {_tensor_of(plan, each.input)}" if what else ""
@@ -109,6 +114,8 @@ def _wrong(each: _Stored, data: Bytes, plan: Plan, store: ReadStore) -> str:
         return f"the source holds {fault.words}, here first at byte {byte} of {each.key}."
     if not are_zeros(each.dtype, data):
         return ""
+    if each.encoding is None:
+        return f"a scale of what the model computes is 0, at byte {each.range.offset} of {each.key}."
     if each.encoding.format.tensor_scale == "divisor" and each.what == "tensor_scale":
         return f"what its numbers are divided by is 0, at byte {each.range.offset} of {each.key}."
     (row,) = plan["inputs"].slice(each.input, 1).to_pylist()
@@ -136,13 +143,37 @@ def _looked_at(plan: Plan, stores: Sequence[ReadStore]) -> Iterator[list[_Stored
     _, first = np.unique(source[which] * len(plan["scales"]) + own[which], return_index=True)
     inputs = which[np.sort(first)]
     for what in _LOOKED_AT:
-        some, nbytes, far = list[_Stored](), 0, 0
-        for each in _of_inputs(plan, inputs, what):
-            nbytes, far = nbytes + each.range.nbytes, far + stores[each.source].is_far
-            if nbytes > _MOST_BYTES or far > _MOST_FAR_REQUESTS or len(some) >= _MOST_REQUESTS:
-                break
-            some.append(each)
-        yield some
+        yield _bounded(_of_inputs(plan, inputs, what), stores)
+
+
+def _bounded(scales: Iterable[_Stored], stores: Sequence[ReadStore]) -> list[_Stored]:
+    some, nbytes, far = list[_Stored](), 0, 0
+    for each in scales:
+        nbytes, far = nbytes + each.range.nbytes, far + stores[each.source].is_far
+        if nbytes > _MOST_BYTES or far > _MOST_FAR_REQUESTS or len(some) >= _MOST_REQUESTS:
+            break
+        some.append(each)
+    return some
+
+
+def _of_activations(plan: Plan) -> Iterator[_Stored]:
+    """Scales of inputs, outputs, cached keys and values, of which the largest is taken or one is copied."""
+    is_quantised = bool(quantisation_tables(plan.manifest["config"]))
+    chosen = [each.method == LARGEST or (each.is_copy and is_quantised) for each in plan.expressions]
+    if not any(chosen):
+        return
+    names = plan["tensors"].column("name").to_pylist()
+    is_scale = np.array([is_activation_scale(each) for each in names], dtype=np.bool_)
+    ops, inputs = plan["ops"], RunReader(plan["inputs"], "source", "key", "offset", "nbytes", "dtype")
+    which = is_scale[ints(ops, "tensor")] & np.array(chosen)[ints(ops, "expression")]
+    first, count = ints(ops, "first_input")[which], ints(ops, "num_inputs")[which]
+    seen: set[tuple[int, str, int]] = set()
+    for start, number in zip(first.tolist(), count.tolist(), strict=True):
+        for place, row in enumerate(inputs.read(start, number), start):
+            dtype, stored = DType(row.dtype), (row.source, row.key, row.offset)
+            if dtype in _WIDE and stored not in seen:
+                seen.add(stored)
+                yield _Stored(row.source, row.key, Range(row.offset, row.nbytes), dtype, None, place, None)
 
 
 def _of_inputs(plan: Plan, inputs: Ints, what: Made) -> Iterator[_Stored]:

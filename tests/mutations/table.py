@@ -381,6 +381,7 @@ MUTATIONS = (
         CODECS,
     ),
     Mutation("execute/stored_scales.py", "_first(bits > sign, NEGATIVE)", "None", HOSTILE),
+    Mutation("execute/stored_scales.py", "(each.is_copy and is_quantised)", "False", HOSTILE),
     Mutation(
         "checkpoints/quantisation/fp8.py",
         "power_of_two_above(scales) if quant_spec.power_of_two else scales",

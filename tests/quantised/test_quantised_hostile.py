@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from kits.checkpoint_maker import TOKENIZER_FILES, read_config, read_tensors, write_checkpoint
 from kits.integer_models import LAYOUTS, integer_llama
 from kits.merge_cases import INLINE
 from kits.packed_headers import GOOD
 from kits.plan_maker import Specs
 from kits.recipe_maker import linear as mean_of
+from kits.tensor_scaled_models import modelopt_llama
 from safetensors.torch import load_file, save_file
 
 from raymerge.api import plan, submit
@@ -107,6 +110,23 @@ def test_a_merge_with_such_a_scale_publishes_nothing(
     with pytest.raises(NonFiniteError, match=r"up_proj\.weight_packed: .*(negative|NaN).* first at byte \d+"):
         submit(mean_of(*models), tmp_path / "out", INLINE)
     assert {each.name for each in tmp_path.iterdir()} == {"a", "b"}
+
+
+@pytest.mark.parametrize("word", _VALUES)
+@pytest.mark.parametrize("ending", ["o_proj.input_scale", "k_proj.k_scale"])
+def test_scales_of_what_is_computed_are_looked_at_too(word: str, ending: str, tmp_path: Path) -> None:
+    """Where the largest is taken, and where one is copied."""
+    models = [modelopt_llama(tmp_path / each, seed, "FP8").root for seed, each in enumerate("ab")]
+    name = f"model.layers.0.self_attn.{ending}"
+    for root, value in zip(models, (0.25, _VALUES[word]), strict=True):
+        tensors, config = read_tensors(root) | {name: torch.tensor(value)}, read_config(root)
+        shutil.rmtree(root)
+        write_checkpoint(root, tensors, config, extra=TOKENIZER_FILES)
+    copied = {"merge_method": "passthrough", "models": [{"model": str(models[1])}]}
+    for recipe, roots in ((mean_of(*models), models), (copied, models[1:])):
+        (problem,) = _problems(plan(recipe).require(), roots)
+        assert name in problem.where
+        assert word in problem.what or (word == "infinite" and "NaN" in problem.what)
 
 
 def test_a_matrix_of_zeros_may_have_scales_of_0(tmp_path: Path) -> None:
