@@ -116,8 +116,8 @@ def _wrong(each: _Stored, data: Bytes, plan: Plan, store: ReadStore) -> str:
         return ""
     if each.encoding is None:
         return f"a scale of what the model computes is 0, at byte {each.range.offset} of {each.key}."
-    if each.encoding.format.tensor_scale == "divisor" and each.what == "tensor_scale":
-        return f"what its numbers are divided by is 0, at byte {each.range.offset} of {each.key}."
+    if each.encoding.format.has_two_scales and each.what == "tensor_scale":
+        return f"what all scales of its blocks go with is 0, at byte {each.range.offset} of {each.key}."
     (row,) = plan["inputs"].slice(each.input, 1).to_pylist()
     codes = np.frombuffer(store.read(row["key"], row["offset"], row["nbytes"]), np.uint8)
     if _mean_nothing(each.encoding, codes):

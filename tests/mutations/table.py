@@ -382,6 +382,7 @@ MUTATIONS = (
     ),
     Mutation("execute/stored_scales.py", "_first(bits > sign, NEGATIVE)", "None", HOSTILE),
     Mutation("execute/stored_scales.py", "(each.is_copy and is_quantised)", "False", HOSTILE),
+    Mutation("execute/stored_scales.py", "each.encoding.format.has_two_scales and", "False and", HOSTILE),
     Mutation(
         "checkpoints/quantisation/fp8.py",
         "power_of_two_above(scales) if quant_spec.power_of_two else scales",

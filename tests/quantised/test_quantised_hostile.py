@@ -129,14 +129,18 @@ def test_scales_of_what_is_computed_are_looked_at_too(word: str, ending: str, tm
         assert word in problem.what or (word == "infinite" and "NaN" in problem.what)
 
 
-def test_a_matrix_of_zeros_may_have_scales_of_0(tmp_path: Path) -> None:
-    specs, table, (_, shape, _) = GOOD["per channel [rows]"]
+@pytest.mark.parametrize(("kind", "is_good"), [("per channel [rows]", True), ("NVFP4 of ModelOpt", False)])
+def test_a_matrix_of_zeros_may_have_scales_of_0(kind: str, is_good: bool, tmp_path: Path) -> None:
+    """Not the scale of a whole matrix that scales of blocks go with."""
+    specs, table, (_, shape, _) = GOOD[kind]
     roots = [_written(tmp_path / each, specs, table, shape) for each in "ab"]
-    stored = load_file(roots[1] / "model.safetensors").items()
-    zeros = {name: torch.zeros(tensor.shape).to(tensor.dtype) for name, tensor in stored}
-    save_file(zeros, roots[1] / "model.safetensors", metadata={"format": "pt"})
-    made = plan(mean_of(*roots)).require()
-    assert not _problems(made, roots)
+    stored = _copies(roots[1] / "model.safetensors")
+    zeros = {name: torch.zeros(t.shape).to(t.dtype) for name, t in stored.items() if "input" not in name}
+    save_file({**stored, **zeros}, roots[1] / "model.safetensors", metadata={"format": "pt"})
+    problems = _problems(plan(mean_of(*roots)).require(), roots)
+    assert [each.what.partition(",")[0] for each in problems] == (
+        [] if is_good else ["what all scales of its blocks go with is 0"]
+    )
 
 
 @pytest.mark.parametrize("kind", GOOD)
