@@ -422,9 +422,10 @@ class _Quantisation:
         is_replaced = any(declared.plain.lists(module) for module in self._packed)
         modules = self._plain_matrices() if is_replaced else self._freed(declared)
         modules += self._plain_experts(self._outputs if is_replaced else (), modules)
+        known = {name.removesuffix(_WEIGHT) for name in self._known}
         for table, section in _tables(result) if modules or is_replaced else ():
             _list_plain(section[table], modules, replaced=is_replaced)
-            section[table] = modelopt.without_layers(section[table], modules)
+            section[table] = modelopt.without_layers(section[table], known, self._quant_specs())
         return result
 
     def _freed(self, declared: Declared) -> list[str]:

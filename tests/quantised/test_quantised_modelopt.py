@@ -150,6 +150,22 @@ def test_two_of_modelopts_formats_are_listed_by_module(plain: Path, tmp_path: Pa
     freed_table = _table(tmp_path / "freed")
     assert table["quantized_layers"].keys() - freed_table["quantized_layers"].keys() == {up}
     assert up in freed_table["ignore"]
+    _list_joined(tmp_path / "out")
+    for words, is_listed in (("up_proj", True), ("*_proj", False)):
+        freed = [{"glob": f"model.layers.0.mlp.{words}.*", "value": "bf16"}, "same"]
+        made = plan(one_model(tmp_path / "out", out_format=freed)).require()
+        listed = made.manifest["config"]["quantization_config"]["quantized_layers"]
+        assert ("model.layers.0.mlp.gate_up_proj" in listed, Q in listed) == (is_listed, True)
+
+
+def _list_joined(root: Path) -> None:
+    """List gate and up under the name of what servers fuse them in."""
+    config = read_config(root)
+    layers = config["quantization_config"]["quantized_layers"]
+    block = "model.layers.0.mlp"
+    layers[f"{block}.gate_up_proj"] = layers.pop(f"{block}.gate_proj")
+    del layers[f"{block}.up_proj"]
+    (root / "config.json").write_text(json.dumps(config))
 
 
 def test_a_name_of_nvfp4_means_the_spelling_of_the_base(tmp_path: Path) -> None:
@@ -228,3 +244,6 @@ def test_experts_of_deepseek_v4_become_block_fp8(tmp_path: Path) -> None:
     assert made.manifest["config"]["expert_dtype"] == "fp8"
     plain = plan(one_model(model, out_format="bf16")).require()
     assert {"expert_dtype", "quantization_config"}.isdisjoint(plain.manifest["config"])
+    some = plan(one_model(model, out_format=[{"glob": "*.experts.*", "value": "bf16"}, "same"])).require()
+    assert {"moe_quant_algo", "quantized_layers"}.isdisjoint(some.manifest["config"]["quantization_config"])
+    assert some.manifest["config"]["quantization_config"]["quant_method"] == "fp8"

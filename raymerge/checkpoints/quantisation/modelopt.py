@@ -17,8 +17,9 @@ listed with its algorithm; NVIDIA lists modules so in tables of ``quant_method: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -225,13 +226,34 @@ def fresh_table(
     return {**listed, "quant_algo": _MIXED, "quant_method": _NAME, "quantized_layers": layers}
 
 
-def without_layers(table: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
-    """The table without modules that became plain in its list of algorithms."""
-    layers = table.get("quantized_layers")
-    if not isinstance(layers, Mapping):
-        return dict(table)
-    gone = frozenset(modules)
-    return {**table, "quantized_layers": {path: each for path, each in layers.items() if path not in gone}}
+def without_layers(
+    table: Mapping[str, Any], before: Collection[str], after: Mapping[str, QuantSpec]
+) -> dict[str, Any]:
+    """The table without algorithms of modules that were quantised ``before``, and are not ``after``."""
+    result, layers = dict(table), table.get("quantized_layers")
+    if isinstance(layers, Mapping):
+        were, are = _entries_of(before), _entries_of(after)
+        left = {path: each for path, each in layers.items() if path in are or path not in were}
+        result["quantized_layers"] = left
+        if not left:
+            del result["quantized_layers"]
+    algorithm = _ALGORITHMS.get(str(table.get("moe_quant_algo")))
+    experts = {each.format for module, each in after.items() if ".experts." in module}
+    if algorithm is not None and algorithm.format not in experts:
+        del result["moe_quant_algo"]
+    return result
+
+
+def _entries_of(modules: Collection[str]) -> frozenset[str]:
+    """All paths by which a list may have modules: their own, those above, what servers fuse them in."""
+    above = (tuple(accumulate(module.split("."), "{}.{}".format)) for module in modules)
+    fused = (
+        f"{parent}{dot}{word}"
+        for parent, dot, last in (module.rpartition(".") for module in modules)
+        for word, members in _FUSED.items()
+        if last in members
+    )
+    return frozenset(chain(chain.from_iterable(above), fused))
 
 
 # Detection
