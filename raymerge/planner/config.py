@@ -453,10 +453,13 @@ class _Quantisation:
         return None if scaled is None else self._input_scales(scaled)
 
     def _mixed_experts(self) -> tuple[str, str] | None:
-        """Where experts are in bytes, as DeepSeek-V4's, and others of them in another format."""
+        """Where experts are in bytes, as DeepSeek-V4's, and others of them in another format.
+
+        A donor that has them so itself has a config for it: NVIDIA lists those that it stored anew."""
         experts = [(name, each.quant_spec.format) for name, each in self._packed.items() if _experts_of(name)]
         examples = {form: name for name, form in reversed(experts)}
-        if len(examples) < 2 or MXFP4_BYTES not in examples:
+        before = {each.quant_spec.format for name, each in self._known.items() if _experts_of(name)}
+        if len(examples) < 2 or MXFP4_BYTES not in examples or examples.keys() == before:
             return None
         listed = " and ".join(f"as {form.word} (such as {name})" for form, name in examples.items())
         return (
