@@ -20,6 +20,7 @@ from raymerge.architectures.roles import stacks
 from raymerge.architectures.rules import rules_of
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, as_numbers
+from raymerge.checkpoints.views import View
 from raymerge.merge_plan.expressions import Read
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import Source
@@ -362,10 +363,10 @@ def _numbers(a: Side, b: Side, name: str) -> tuple[Numbers, ...]:
 
 
 def _is_comparable(a: Place, b: Place) -> bool:
-    is_ordered_alike = (a.shape, a.halved_heads) == (b.shape, b.halved_heads)
-    return is_ordered_alike and all(
-        each.tensor.dtype.is_mergeable or each.scales is not None for each in (a, b)
-    )
+    """Whether both hold numbers of one shape, with rows in one order or in the canonical one and another."""
+    if a.shape != b.shape or (a.halved_heads != b.halved_heads and min(a.halved_heads, b.halved_heads) != 0):
+        return False
+    return all(each.tensor.dtype.is_mergeable or each.scales is not None for each in (a, b))
 
 
 def _are_integers_alike(a: Place, b: Place) -> bool:
@@ -375,7 +376,22 @@ def _are_integers_alike(a: Place, b: Place) -> bool:
 
 
 def _between(a: Place, b: Place) -> Numbers:
-    return Numbers(ResolvedInput(0, a).read(0), ResolvedInput(0, b).read(0), prod(a.shape))
+    first, second = (ResolvedInput(0, each).read(0) for each in (a, b))
+    # In the canonical order where one is; rows of unknown heads as they are stored.
+    if min(a.halved_heads, b.halved_heads) == 0:
+        first, second = _with_turns(first, a), _with_turns(second, b)
+    return Numbers(first, second, prod(a.shape))
+
+
+def _with_turns(read: Read, place: Place) -> Read:
+    """A read whose rows of each head take turns, where whole tensors hold them in two halves."""
+    if place.halved_heads == 0:
+        return read
+    assert place.view is None
+    columns = prod(place.shape[1:])
+    half = place.shape[0] // place.halved_heads // 2
+    shape, strides = (place.halved_heads, half, 2, columns), (2 * half * columns, columns, half * columns, 1)
+    return read._replace(view=View(0, shape, strides))
 
 
 def _named_otherwise(a: Side, b: Side, left_a: list[str], left_b: list[str]) -> Iterator[Pair]:
