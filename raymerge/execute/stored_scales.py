@@ -195,12 +195,12 @@ def _read(batch: Sequence[_Stored], stores: Sequence[ReadStore]) -> Iterator[tup
     """Scales with their bytes; those that lie near each other by one request."""
     ordered = sorted(batch, key=lambda each: (each.source, each.key))
     for (source, key), group in groupby(ordered, key=lambda each: (each.source, each.key)):
-        mine = list(group)
-        for extent in coalesce([each.range for each in mine], gap=_GAP, limit=_LIMIT):
+        members = list(group)
+        for extent in coalesce([each.range for each in members], gap=_GAP, limit=_LIMIT):
             data = np.frombuffer(stores[source].read(key, extent.offset, extent.nbytes), np.uint8)
             for member in extent.members:
-                begin = mine[member].range.offset - extent.offset
-                yield mine[member], data[begin : begin + mine[member].range.nbytes]
+                begin = members[member].range.offset - extent.offset
+                yield members[member], data[begin : begin + members[member].range.nbytes]
 
 
 def _tensor_of(plan: Plan, number: int) -> str:

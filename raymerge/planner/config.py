@@ -392,9 +392,9 @@ class _Quantisation:
 
     def _fresh_expert_dtype(self, table: Mapping[str, Any]) -> dict[str, str]:
         stated = any(EXPERT_DTYPE in each for each in quantisation_tables(self._donor.checkpoint.config))
-        is_said = stated or self._had_bytes or self._has_bytes
+        has_field = stated or self._had_bytes or self._has_bytes
         dtype = "fp4" if self._has_bytes else "fp8"
-        return {EXPERT_DTYPE: dtype} if is_said and table["quant_method"] == "fp8" else {}
+        return {EXPERT_DTYPE: dtype} if has_field and table["quant_method"] == "fp8" else {}
 
     def _is_true(self, declared: Declared) -> bool:
         formats = {MXFP4_BYTES, *(each.quant_spec.format for each in self._known.values())}

@@ -97,17 +97,17 @@ def _misread(checkpoint: Checkpoint, plan: Plan | None) -> tuple[Sequence[Proble
     notes where a merge copied all of it unchanged. Raises CheckpointError: a scale cannot be read."""
     matrices = joined_scales(checkpoint.tensors, rules_of(checkpoint.config))
     with open_store(checkpoint.root) as store:
-        found = list(misread(store, matrices))
-    lines = () if plan is None or not found else tensor_lines(plan)
+        factors = list(misread(store, matrices))
+    lines = () if plan is None or not factors else tensor_lines(plan)
     copied = frozenset(line.name for line in lines if line.disposition == Use.COPIED)
-    kept = [each for each in found if copied.issuperset(each)]
-    made = [each for each in found if not copied.issuperset(each)]
+    unchanged = [each for each in factors if copied.issuperset(each)]
+    made = [each for each in factors if not copied.issuperset(each)]
     remedy = (
         "Merge the model with itself (linear, with the model named twice), which gives one scale to what is "
         "joined, or serve it where each matrix keeps its own."
     )
     problems = [Problem(checkpoint.name, f"{misread_text(made)}.", remedy)] if made else []
-    return problems, (f"{misread_text(kept)}, as in the model that they come from",) if kept else ()
+    return problems, (f"{misread_text(unchanged)}, as in the model that they come from",) if unchanged else ()
 
 
 def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:

@@ -201,7 +201,6 @@ MUTATIONS = (
         "piece.content())",
         "planner/test_planner_quantised.py planner/test_planner_tables.py",
     ),
-    Mutation("execute/encoding.py", "largest for each in seen])", "largest for each in seen[:1]])", SCALES),
     Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "True", SCALES),
     Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "each.had == own.had", QUANTISED),
     Mutation(
@@ -223,7 +222,7 @@ MUTATIONS = (
     ),
     Mutation(
         "verifier/structure.py",
-        "made = [each for each in found if not copied",
+        "made = [each for each in factors if not copied",
         "made = [each for each in found if copied",
         SCALES,
     ),

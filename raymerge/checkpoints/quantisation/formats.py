@@ -70,16 +70,16 @@ def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> QuantisedWe
     table = next((each for each in tables[:1] if isinstance(each, Mapping)), {})
     if sentence := contradiction(table, checkpoint.hf_quant_config):
         search.report(HF_QUANT_CONFIG, f"{HF_QUANT_CONFIG} {sentence}.", _MEND_BOTH)
-    found = search.run(_METHODS)
-    faults = tuple(_swapped_scales(checkpoint, found))
-    return replace(found, faults=(*found.faults, *faults)) if faults else found
+    weights = search.run(_METHODS)
+    faults = tuple(_swapped_scales(checkpoint, weights))
+    return replace(weights, faults=(*weights.faults, *faults)) if faults else weights
 
 
-def _swapped_scales(checkpoint: Checkpoint, found: QuantisedWeights) -> Iterator[Problem]:
+def _swapped_scales(checkpoint: Checkpoint, weights: QuantisedWeights) -> Iterator[Problem]:
     by_format: dict[Format, list[str]] = {}
     for name in checkpoint.tensor_scales:
-        if name in found.members:
-            by_format.setdefault(found.tensors[found.members[name]].quant_spec.format, []).append(name)
+        if name in weights.members:
+            by_format.setdefault(weights.tensors[weights.members[name]].quant_spec.format, []).append(name)
     for form, names in by_format.items():
         looks = other_spelling(form, [checkpoint.tensor_scales[name] for name in names])
         if looks is not None:

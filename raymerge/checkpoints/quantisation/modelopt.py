@@ -159,7 +159,7 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
         return with_layers(declared, table)
     if algorithm and algorithm not in _ALGORITHMS:
         return Declared(f"{_NAME} {brief(algorithm)}", is_read=False)
-    return _says(declared, [algorithm] if algorithm else [])
+    return _with_algorithms(declared, [algorithm] if algorithm else [])
 
 
 def with_layers(declared: Declared, table: Mapping[str, Any]) -> Declared:
@@ -172,12 +172,12 @@ def with_layers(declared: Declared, table: Mapping[str, Any]) -> Declared:
         paths.setdefault(_algorithm_in(layer), []).append(str(path))
     bare = Declared(declared.method, plain=declared.plain)
     groups = [
-        Group(_modules(own), False, replace(_says(bare, [name]), is_read=name in _ALGORITHMS))
+        Group(_modules(own), False, replace(_with_algorithms(bare, [name]), is_read=name in _ALGORITHMS))
         for name, own in paths.items()
     ]
     rest = [Group(Modules(), True, declared)] if declared.schemes and groups else []
     named = [*paths, *filter(None, [str(table.get("moe_quant_algo") or "")])]
-    whole = _says(declared, named)
+    whole = _with_algorithms(declared, named)
     inputs = declared.scales_inputs or (whole.scales_inputs and not declared.schemes)
     return replace(whole, groups=(*groups, *rest), scales_inputs=inputs)
 
@@ -186,7 +186,7 @@ def _algorithm_in(layer: Any) -> str:
     return str(layer.get("quant_algo") if isinstance(layer, Mapping) else layer)
 
 
-def _says(declared: Declared, algorithms: Sequence[str]) -> Declared:
+def _with_algorithms(declared: Declared, algorithms: Sequence[str]) -> Declared:
     """What is declared, and weights by these algorithms beside it."""
     read = [_ALGORITHMS[name] for name in algorithms if name in _ALGORITHMS]
     schemes = (*declared.schemes, *(Scheme(each.format, None) for each in read))

@@ -56,16 +56,16 @@ def joined_scales(stored: Mapping[str, StoredTensor], rules: Rules) -> tuple[Joi
         for form in formats()
         if form.has_two_scales
     }
-    found: dict[tuple[JoinedMatrix, str], dict[str, StoredTensor]] = {}
+    by_matrix: dict[tuple[JoinedMatrix, str], dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         ending = next((each for each in divisors if name.endswith(each)), None)
         part = name.removesuffix(ending or "")
         joined = joined_matrix(f"{part}{_WEIGHT}", rules) if ending else None
         if ending and joined and tensor.dtype is DType.F32:
-            found.setdefault((joined, ending), {})[part] = tensor
+            by_matrix.setdefault((joined, ending), {})[part] = tensor
     return tuple(
         JoinedScales(EXPERT_NUMBER.search(matrix.module + ".") is not None, divisors[ending], ordered)
-        for (matrix, ending), own in found.items()
+        for (matrix, ending), own in by_matrix.items()
         for ordered in (tuple(own[part] for part in matrix.parts if part in own),)
         if len(ordered) > 1 and len({each.shape for each in ordered}) == 1
     )

@@ -96,11 +96,11 @@ def _unequal(source: Source, num_copied: int) -> Iterator[str]:
         return
     some = matrices[:: -(-len(matrices) // _MOST_LOOKED_AT)]
     with open_store(source.checkpoint.root) as store:
-        found = list(misread(store, some))
-    if not found:
+        factors = list(misread(store, some))
+    if not factors:
         return
     stays = f", and {num_copied} times they are copied unchanged and stay so" if num_copied else ""
     yield (
-        f"{source.name}: {misread_text(found)} ({len(some)} of {len(matrices)} were looked at). What is "
+        f"{source.name}: {misread_text(factors)} ({len(some)} of {len(matrices)} were looked at). What is "
         f"merged gets one scale{stays}"
     )
