@@ -28,6 +28,8 @@ _MOST_REQUESTS = 1 << 15
 _MOST_FAR_REQUESTS = 256
 _LOOKED_AT: tuple[Made, ...] = ("tensor_scale", "scales")
 _GAP, _LIMIT = 64 << 10, 8 << 20
+_MOST_CODES = 64 << 10
+"""Bytes of a matrix's codes that are read where all its scales are 0; others are left to workers."""
 _REPAIR = "Repair or replace that model; nothing was written."
 _WIDE: Mapping[DType, tuple[str, int]] = {
     DType.F16: ("<u2", 0x7C00),
@@ -119,7 +121,7 @@ def _wrong(each: _Stored, data: Bytes, plan: Plan, store: ReadStore) -> str:
     if each.encoding.format.has_two_scales and each.what == "tensor_scale":
         return f"what all scales of its blocks go with is 0, at byte {each.range.offset} of {each.key}."
     (row,) = plan["inputs"].slice(each.input, 1).to_pylist()
-    codes = np.frombuffer(store.read(row["key"], row["offset"], row["nbytes"]), np.uint8)
+    codes = np.frombuffer(store.read(row["key"], row["offset"], min(row["nbytes"], _MOST_CODES)), np.uint8)
     if _mean_nothing(each.encoding, codes):
         return ""
     first = f"byte {each.range.offset} of {each.key}"

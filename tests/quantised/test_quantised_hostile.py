@@ -27,6 +27,7 @@ from raymerge.errors import NonFiniteError, Problem, UserError
 from raymerge.execute import stored_scales
 from raymerge.execute.stored_scales import scale_problems
 from raymerge.merge_plan.plan import Plan
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
@@ -141,6 +142,26 @@ def test_a_matrix_of_zeros_may_have_scales_of_0(kind: str, is_good: bool, tmp_pa
     assert [each.what.partition(",")[0] for each in problems] == (
         [] if is_good else ["what all scales of its blocks go with is 0"]
     )
+
+
+def test_of_codes_whose_scales_are_0_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model of such scales is read whole before its merge begins."""
+    specs, table, (_, shape, _) = GOOD["per channel [rows]"]
+    root = _written(tmp_path / "a", specs, table, shape)
+    stored = _copies(root / "model.safetensors")
+    zeros = {name: torch.zeros(t.shape).to(t.dtype) for name, t in stored.items()}
+    save_file(zeros, root / "model.safetensors", metadata={"format": "pt"})
+    made, sizes, read = plan(mean_of(root, root)).require(), list[int](), LocalStore.read
+
+    def counted(store: LocalStore, key: str, offset: int, nbytes: int) -> bytes:
+        sizes.append(nbytes)
+        return read(store, key, offset, nbytes)
+
+    monkeypatch.setattr(stored_scales, "_MOST_CODES", 16)
+    monkeypatch.setattr(LocalStore, "read", counted)
+    assert not _problems(made, [root, root])
+    scales = sum(t.nbytes for name, t in zeros.items() if "scale" in name)
+    assert 0 < sum(sizes) <= 2 * (scales + 16)
 
 
 @pytest.mark.parametrize("kind", GOOD)
