@@ -25,6 +25,7 @@ from kits.quantised_merges import (
 )
 from kits.quantised_models import QuantisedModel, deepseek_v4
 from kits.recipe_maker import linear as mean_of
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from raymerge.api import AuditOptions, audit, conversion, verify
 from raymerge.events import EncodingErrorsFound
@@ -51,6 +52,10 @@ def test_two_models_merge_within_half_a_code(
     assert read_config(tmp_path / "out") == read_config(models[0].root)
     assert verify(tmp_path / "out").problems == ()
     assert not audit(tmp_path / "out", AuditOptions(1.0), INLINE).num_problems
+    stored, numbers = read_tensors(tmp_path / "out"), read_numbers(tmp_path / "out")
+    for name in models[0].quantised:
+        theirs = Fp8Dequantize(None)._dequantize_one(stored[name], stored[scale_name(name)], torch.float32)
+        assert torch.equal(theirs, torch.from_numpy(numbers[name].values).float()), name
 
 
 @pytest.mark.parametrize("is_v41", [False, True])

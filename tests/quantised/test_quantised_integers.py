@@ -98,22 +98,3 @@ def test_other_codes_are_made_of_them(tmp_path: Path) -> None:
         assert (np.abs(have.values - model.values[name]) <= have.steps * 0.55).all()
     assert not [name for name in stored if "zero_point" in name]
     assert table["config_groups"]["group_0"]["weights"]["symmetric"] is True
-
-
-def test_compressed_tensors_means_the_same_by_what_is_merged(
-    layout: Integers, parents: list[QuantisedModel], tmp_path: Path
-) -> None:
-    """Its own decompressors, on what a merge wrote."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    merge(mean_of(*parents), tmp_path / "out")
-    stored, table = read_tensors(tmp_path / "out"), read_config(tmp_path / "out")["quantization_config"]
-    scheme = quantization.QuantizationScheme(**table["config_groups"]["group_0"])
-    compressor = compressors.BaseCompressor.get_value_from_registry(table["format"])
-    for name in parents[0].quantised:
-        module = name.removesuffix("weight")
-        parts = {key.removeprefix(module): each for key, each in stored.items() if key.startswith(module)}
-        parts["weight_scale"] = parts["weight_scale"].float()
-        found = compressor.decompress(parts, scheme)["weight"]
-        wanted = _numbers(tmp_path / "out", layout, name).values
-        assert torch.equal(found, torch.from_numpy(wanted).float()), name
