@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.codec_kit import CodecKit, bits, inherited, seeds
-from kits.codec_reference import scale_numbers
-from numpy.typing import NDArray
+from kits.codec_reference import num_steps, scale_numbers, spread, steps_of
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -531,75 +530,27 @@ class TestInt8(CodecKit):
     )
 
 
-ASYMMETRIC = (
-    QuantSpec(INT4_ASYMMETRIC, (21, 96), (1, 32), DType.BF16, False, (21, 3)),
-    QuantSpec(INT4_ASYMMETRIC, (8, 48), (1, 48), DType.F16, False, (8, 1)),
-    QuantSpec(INT8_ASYMMETRIC, (5, 33), (1, 33), DType.F32, False, (5, 1)),
-)
+class TestZeroPoints(CodecKit):
+    quant_specs: ClassVar[Sequence[QuantSpec]] = (
+        QuantSpec(INT4_ASYMMETRIC, (21, 96), (1, 32), DType.BF16, False, (21, 3)),
+        QuantSpec(INT4_ASYMMETRIC, (8, 48), (1, 48), DType.F16, False, (8, 1)),
+        QuantSpec(INT8_ASYMMETRIC, (5, 33), (1, 33), DType.F32, False, (5, 1)),
+    )
 
-
-def _spread(quant_spec: QuantSpec, grid: NDArray[np.float64]) -> NDArray[np.float64]:
-    return grid.reshape(quant_spec.grid).repeat(quant_spec.block[1], 1)
-
-
-def _zeros(quant_spec: QuantSpec, stored: Tensor) -> NDArray[np.float64]:
-    """What stands for 0 in each block: int4 down the rows, eight to an int32, the first one lowest."""
-    if quant_spec.format == INT8_ASYMMETRIC:
-        return stored.view(torch.int8).double().numpy().reshape(quant_spec.grid)
-    words = stored.numpy().view(np.uint32).reshape(-1, 1, quant_spec.grid[1])
-    apart = words >> np.arange(0, 32, 4, dtype=np.uint32)[:, None] & 15
-    return apart.reshape(-1, quant_spec.grid[1])[: quant_spec.rows].astype(np.float64)
-
-
-def _integers(quant_spec: QuantSpec, codes: Tensor) -> NDArray[np.float64]:
-    if quant_spec.format == INT8_ASYMMETRIC:
-        return codes.view(torch.int8).double().numpy().reshape(quant_spec.shape)
-    return torch.stack([codes & 15, codes >> 4], 1).double().numpy().reshape(quant_spec.shape)
-
-
-@pytest.mark.parametrize("quant_spec", ASYMMETRIC, ids=lambda each: f"{each.format.name} {each.shape}")
-@inherited
-@given(seed=seeds)
-def test_a_number_is_its_code_less_the_zero_point_times_the_scale(quant_spec: QuantSpec, seed: int) -> None:
-    codec, generator = codec_of(quant_spec.format), np.random.default_rng(seed)
-    count = quant_spec.codes_nbytes(quant_spec.rows)
-    codes = torch.from_numpy(generator.integers(0, 256, count, dtype=np.uint8))
-    num_zeros = prod(quant_spec.zero_points_shape) * (4 if quant_spec.format == INT4_ASYMMETRIC else 1)
-    zeros = torch.from_numpy(generator.integers(0, 256, num_zeros, dtype=np.uint8))
-    steps = torch.from_numpy(np.ldexp(1 + generator.random(prod(quant_spec.grid)), -5))
-    scales = store_scales(quant_spec.scale_dtype, steps.float())
-    values = codec.decode(quant_spec, codes, scales, zeros)
-    exact = _spread(quant_spec, scale_numbers(quant_spec.scale_dtype, scales.numpy()))
-    wanted = (_integers(quant_spec, codes) - _spread(quant_spec, _zeros(quant_spec, zeros))) * exact
-    assert bits(values) == bits(wanted.astype(np.float32))
-    again = codec.encode(quant_spec, values, given_scales=scales, given_zeros=zeros)
-    assert again.zero_points is not None
-    # Of rows that are not there nothing is stored.
-    assert (_zeros(quant_spec, again.zero_points) == _zeros(quant_spec, zeros)).all()
-    assert (again.codes.equal(codes), again.scales.equal(scales)) == (True, True)
-
-
-@pytest.mark.parametrize("quant_spec", ASYMMETRIC, ids=lambda each: f"{each.format.name} {each.shape}")
-@pytest.mark.parametrize("side", ["both", "above", "below", "zeros"])
-def test_codes_with_zero_points_are_within_half_a_step(quant_spec: QuantSpec, side: str) -> None:
-    codec, generator = codec_of(quant_spec.format), torch.Generator().manual_seed(5)
-    values = torch.randn(quant_spec.shape, generator=generator) * 0.05
-    values = {"both": values, "above": values.abs() + 0.2, "below": -values.abs(), "zeros": values * 0}[side]
-    values[-1] *= 40
-    made = codec.encode(quant_spec, values)
-    decoded = codec.decode(quant_spec, *made)
-    steps = _spread(quant_spec, scale_numbers(quant_spec.scale_dtype, made.scales.numpy()))
-    assert (np.abs((decoded - values).double().numpy()) <= steps * 0.5 * (1 + 1e-5)).all()
-    # And no finer steps would do for all between the outermost and 0.
-    low, high = values.view(*quant_spec.grid, -1).amin(2), values.view(*quant_spec.grid, -1).amax(2)
-    reach = _spread(quant_spec, (high.clamp(min=0) - low.clamp(max=0)).double().numpy())
-    num_steps = 15 if quant_spec.format == INT4_ASYMMETRIC else 255
-    assert ((steps * num_steps <= reach * 1.01) | (reach == 0)).all()
-    height = quant_spec.cut_height
-    parts = [codec.encode(quant_spec, part) for part in values.split(height)]
-    for whole, cut in zip(made, zip(*parts, strict=True), strict=True):
-        assert whole is not None
-        assert torch.cat(cut).equal(whole)
+    @pytest.mark.parametrize("side", ["both", "above", "below"])
+    def test_steps_are_the_least_that_reach_all_numbers_and_0(self, side: str) -> None:
+        for case, quant_spec in self.each():
+            values = case.values(5)
+            values = {"both": values, "above": values.abs() + 0.2, "below": -values.abs()}[side]
+            values[-1] *= 40
+            encoded = case.encode(values)
+            steps = steps_of(quant_spec, encoded.scales.numpy(), None, quant_spec.rows)
+            errors = np.abs((case.decode(encoded) - values).double().numpy())
+            assert (errors <= steps * 0.5 * (1 + 1e-5)).all()
+            blocks = values.view(*quant_spec.grid, -1)
+            apart = blocks.amax(2).clamp(min=0) - blocks.amin(2).clamp(max=0)
+            apart = spread(quant_spec, apart.double().numpy(), quant_spec.rows)
+            assert ((steps * num_steps(quant_spec.format) <= apart * 1.01) | (apart == 0)).all()
 
 
 class TestNvfp4(CodecKit):

@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,19 +23,21 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kits.codec_reference import (
-    ELEMENTS,
     Array,
+    elements_of,
     nearest_codes,
+    num_steps,
     reference_decode,
     scale_numbers,
     steps_of,
     unpack,
+    zeros_of,
 )
 from kits.counted_gpu import GPU, counted_waits
 from kits.simulated_gpu import simulated_gpu, without_gpu
 from torch import Tensor
 
-from raymerge.checkpoints.quantisation.block_codec import Codec, Encoded
+from raymerge.checkpoints.quantisation.block_codec import Encoded
 from raymerge.checkpoints.quantisation.encoding import QuantSpec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.dtypes import DType
@@ -50,36 +53,26 @@ def bits(values: Tensor | Array) -> list[int]:
     return [int(word) for word in np.ascontiguousarray(array, np.float32).view(np.uint32).reshape(-1)]
 
 
-def as_bytes(encoded: Encoded) -> tuple[bytes, bytes]:
-    return encoded.codes.cpu().numpy().tobytes(), encoded.scales.cpu().numpy().tobytes()
+class Stored(NamedTuple):
+    """A matrix as it may lie in a file: uint8 [bytes] each, and the one scale, float32 []."""
 
+    codes: Tensor
+    scales: Tensor
+    zero_points: Tensor | None
+    tensor_scale: Tensor | None
 
-def random_values(quant_spec: QuantSpec, seed: int, *, spread_exponents: int = 3) -> Tensor:
-    generator = np.random.default_rng(seed)
-    shape = (quant_spec.rows, quant_spec.columns)
-    exponents = generator.integers(-spread_exponents, spread_exponents + 1, shape)
-    values = np.ldexp(generator.standard_normal(shape) * 0.02, exponents)
-    values[generator.random(shape) < 0.02] = 0.0
-    values[generator.random(shape) < 0.02] = -0.0
-    height, width = quant_spec.block
-    if quant_spec.grid[1] > 1:
-        values[:height, :width] = 0.0
-    return torch.from_numpy(values.astype(np.float32))
+    def to(self, device: str) -> Stored:
+        return Stored(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
 
+    def as_bytes(self) -> tuple[bytes, ...]:
+        """Of what is stored by blocks."""
+        return tuple(part.cpu().numpy().tobytes() for part in self[:3] if part is not None)
 
-def random_stored(quant_spec: QuantSpec, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes and scales as they may lie in a file: any code but NaN, scales of all usual magnitudes."""
-    generator = np.random.default_rng(seed)
-    codes = generator.integers(0, 256, quant_spec.codes_nbytes(quant_spec.rows), dtype=np.uint8)
-    if quant_spec.format.is_fp8:
-        codes[(codes & 0x7F) == 0x7F] = 0x11
-    count = quant_spec.grid[0] * quant_spec.scale_row_length
-    tensor_scale = None
-    if quant_spec.tensor_scale_dtype is not None:
-        wanted = torch.tensor(float(np.ldexp(1 + generator.random(), generator.integers(-9, 9))))
-        tensor_scale = wanted.bfloat16().float() if quant_spec.tensor_scale_dtype is DType.BF16 else wanted
-    stored = random_scales(quant_spec, generator, count)
-    return torch.from_numpy(codes), torch.from_numpy(stored), tensor_scale
+    def arrays(self) -> tuple[Array, Array, float | None, Array | None]:
+        """As the reference takes them."""
+        one = None if self.tensor_scale is None else self.tensor_scale.item()
+        zeros = None if self.zero_points is None else self.zero_points.numpy()
+        return self.codes.numpy(), self.scales.numpy(), one, zeros
 
 
 def random_scales(quant_spec: QuantSpec, generator: np.random.Generator, count: int) -> Array:
@@ -97,98 +90,165 @@ def random_scales(quant_spec: QuantSpec, generator: np.random.Generator, count: 
     return scales.astype(np.float16 if dtype is DType.F16 else np.float32).view(np.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A codec with the shape that it is tried with."""
+
+    quant_spec: QuantSpec
+
+    def values(self, seed: int, *, spread_exponents: int = 3) -> Tensor:
+        generator = np.random.default_rng(seed)
+        shape = (self.quant_spec.rows, self.quant_spec.columns)
+        exponents = generator.integers(-spread_exponents, spread_exponents + 1, shape)
+        values = np.ldexp(generator.standard_normal(shape) * 0.02, exponents)
+        values[generator.random(shape) < 0.02] = 0.0
+        values[generator.random(shape) < 0.02] = -0.0
+        height, width = self.quant_spec.block
+        if self.quant_spec.grid[1] > 1:
+            values[:height, :width] = 0.0
+        return torch.from_numpy(values.astype(np.float32))
+
+    def stored(self, seed: int) -> Stored:
+        """Any code but NaN, any zero point, scales of all usual magnitudes."""
+        quant_spec, generator = self.quant_spec, np.random.default_rng(seed)
+        codes = generator.integers(0, 256, quant_spec.codes_nbytes(quant_spec.rows), dtype=np.uint8)
+        if quant_spec.format.is_fp8:
+            codes[(codes & 0x7F) == 0x7F] = 0x11
+        scales = random_scales(quant_spec, generator, quant_spec.grid[0] * quant_spec.scale_row_length)
+        one = None
+        if quant_spec.tensor_scale_dtype is not None:
+            one = torch.tensor(float(np.ldexp(1 + generator.random(), generator.integers(-9, 9))))
+            one = one.bfloat16().float() if quant_spec.tensor_scale_dtype is DType.BF16 else one
+        zeros = None
+        if quant_spec.format.zero_points is not None:
+            shape = (*quant_spec.zero_points_shape, quant_spec.format.zero_points.bits // 8)
+            packed = generator.integers(0, 256, shape, dtype=np.uint8)
+            if unused := -quant_spec.rows % 8 if quant_spec.format.code_bits == 4 else 0:
+                # Of rows that are not there nothing is stored: they have the last codes of an int32.
+                packed[-1].view("<u4")[...] >>= np.uint32(4 * unused)
+            zeros = torch.from_numpy(packed.reshape(-1))
+        return Stored(torch.from_numpy(codes), torch.from_numpy(scales), zeros, one)
+
+    def decode(self, stored: Stored) -> Tensor:
+        codes, scales, zeros, one = stored
+        return codec_of(self.quant_spec.format).decode(
+            self.quant_spec, codes, scales, zeros, tensor_scale=one
+        )
+
+    def fits(self, values: Tensor, stored: Stored) -> Tensor:
+        _, scales, zeros, one = stored
+        return codec_of(self.quant_spec.format).fits(self.quant_spec, values, scales, zeros, tensor_scale=one)
+
+    def encode(self, values: Tensor, kept: Stored | None = None) -> Stored:
+        """With the scales of what was stored, where they serve, or with fresh ones."""
+        codec, one = codec_of(self.quant_spec.format), None if kept is None else kept.tensor_scale
+        if kept is None and self.quant_spec.tensor_scale_dtype is not None:
+            one = codec.fresh_tensor_scale(self.quant_spec, values.abs().max())
+        return self.encode_under(one, values, kept)
+
+    def encode_under(self, one: Tensor | None, values: Tensor, kept: Stored | None = None) -> Stored:
+        has_kept = kept is not None and self.quant_spec.scale_row_length
+        given = {"given_scales": kept.scales, "given_zeros": kept.zero_points} if has_kept and kept else {}
+        codec = codec_of(self.quant_spec.format)
+        return Stored(*codec.encode(self.quant_spec, values, tensor_scale=one, **given), one)
+
+    def error_sums(self, values: Tensor, stored: Stored) -> Any:
+        codec, encoded = codec_of(self.quant_spec.format), Encoded(*stored[:3])
+        return codec.error_sums(self.quant_spec, values, encoded, tensor_scale=stored.tensor_scale)
+
+    def rows(self, stored: Stored, top: int, bottom: int) -> Stored:
+        """Of what is stored the part of some rows; both are multiples of the rows that may be cut off."""
+        spec, zeros = self.quant_spec, stored.zero_points
+        first, last = spec.codes_nbytes(top), spec.codes_nbytes(bottom)
+        begin, end = spec.scales_nbytes(top), spec.scales_nbytes(bottom)
+        if zeros is not None:
+            by_run = zeros.view(spec.zero_points_shape[0], -1)
+            height = spec.format.rows_of_zeros
+            zeros = by_run[top // height : -(-bottom // height)].reshape(-1)
+        return Stored(stored.codes[first:last], stored.scales[begin:end], zeros, stored.tensor_scale)
+
+    def peaks(self, stored: Stored) -> Iterator[float]:
+        """Of each block the largest element, or how far the outermost are apart, of the most there can be."""
+        codes, _, _, packed = stored.arrays()
+        elements, zeros = elements_of(self.quant_spec, codes), zeros_of(self.quant_spec, packed)
+        apart = elements - zeros
+        height, width = self.quant_spec.block
+        for top, left in itertools.product(
+            range(0, self.quant_spec.rows, height), range(0, self.quant_spec.columns, width)
+        ):
+            block = apart[top : top + height, left : left + width]
+            largest = np.abs(block).max() if packed is None else max(block.max(), 0) - min(block.min(), 0)
+            yield largest / num_steps(self.quant_spec.format)
+
+
 class CodecKit:
     quant_specs: ClassVar[Sequence[QuantSpec]]
 
-    def each(self) -> Iterator[tuple[Codec, QuantSpec]]:
+    def each(self) -> Iterator[tuple[Case, QuantSpec]]:
         for quant_spec in self.quant_specs:
-            yield codec_of(quant_spec.format), quant_spec
-
-    def scale_for(self, codec: Codec, quant_spec: QuantSpec, values: Tensor) -> Tensor | None:
-        if quant_spec.tensor_scale_dtype is None:
-            return None
-        return codec.fresh_tensor_scale(quant_spec, values.abs().max())
+            yield Case(quant_spec), quant_spec
 
     @inherited
     @given(seed=seeds)
     def test_decoding_gives_the_exact_products_rounded_once(self, seed: int) -> None:
-        for codec, quant_spec in self.each():
-            codes, scales, tensor_scale = random_stored(quant_spec, seed)
-            found = codec.decode(quant_spec, codes, scales, tensor_scale=tensor_scale)
-            number = None if tensor_scale is None else tensor_scale.item()
-            wanted = reference_decode(quant_spec, codes.numpy(), scales.numpy(), number)
-            assert found.dtype is torch.float32
-            assert found.shape == (quant_spec.rows, quant_spec.columns)
-            assert bits(found) == bits(wanted)
+        for case, quant_spec in self.each():
+            stored = case.stored(seed)
+            decoded = case.decode(stored)
+            assert decoded.dtype is torch.float32
+            assert decoded.shape == (quant_spec.rows, quant_spec.columns)
+            assert bits(decoded) == bits(reference_decode(quant_spec, *stored.arrays()))
 
     @inherited
     @given(seed=seeds)
     def test_codes_are_the_nearest_under_the_scale_that_is_chosen(self, seed: int) -> None:
-        for codec, quant_spec in self.each():
-            values = random_values(quant_spec, seed)
-            tensor_scale = self.scale_for(codec, quant_spec, values)
-            encoded = codec.encode(quant_spec, values, tensor_scale=tensor_scale)
-            number = None if tensor_scale is None else tensor_scale.item()
-            steps = steps_of(quant_spec, encoded.scales.numpy(), number, quant_spec.rows)
-            quotients = (values.numpy().astype(np.float64) / steps).astype(np.float32).astype(np.float64)
-            wanted = nearest_codes(quant_spec.format, quotients)
-            assert np.array_equal(unpack(quant_spec, encoded.codes.numpy()), wanted)
+        for case, quant_spec in self.each():
+            values = case.values(seed)
+            codes, scales, one, packed = case.encode(values).arrays()
+            steps = steps_of(quant_spec, scales, one, quant_spec.rows)
+            quotients = (values.numpy().astype(np.float64) / steps).astype(np.float32)
+            if packed is not None:
+                quotients = quotients + zeros_of(quant_spec, packed).astype(np.float32)
+            nearest = nearest_codes(quant_spec.format, quotients.astype(np.float64))
+            assert np.array_equal(unpack(quant_spec, codes), nearest)
 
     @inherited
     @given(seed=seeds)
     def test_scales_make_use_of_the_codes(self, seed: int) -> None:
         """The largest element of a block that has any is within a quarter of the largest there is."""
-        for codec, quant_spec in self.each():
-            values = random_values(quant_spec, seed)
-            tensor_scale = self.scale_for(codec, quant_spec, values)
-            encoded = codec.encode(quant_spec, values, tensor_scale=tensor_scale)
-            largest = np.abs(ELEMENTS[quant_spec.format][unpack(quant_spec, encoded.codes.numpy())])
-            largest_there_is = np.nanmax(np.abs(ELEMENTS[quant_spec.format]))
-            height, width = quant_spec.block
-            for top, left in itertools.product(
-                range(0, quant_spec.rows, height), range(0, quant_spec.columns, width)
-            ):
-                found = largest[top : top + height, left : left + width].max()
-                assert found == 0 or found >= 0.44 * largest_there_is
+        for case, _ in self.each():
+            assert all(peak == 0 or peak >= 0.44 for peak in case.peaks(case.encode(case.values(seed))))
 
     @inherited
     @given(seed=seeds)
     def test_what_was_decoded_gives_its_bytes_when_scales_are_kept(self, seed: int) -> None:
-        for codec, quant_spec in self.each():
-            codes, scales, tensor_scale = random_stored(quant_spec, seed)
-            values = codec.decode(quant_spec, codes, scales, tensor_scale=tensor_scale)
-            assert codec.fits(quant_spec, values, scales, tensor_scale=tensor_scale).all()
-            again = codec.encode(quant_spec, values, given_scales=scales, tensor_scale=tensor_scale)
-            assert as_bytes(again) == (codes.numpy().tobytes(), scales.numpy().tobytes())
+        for case, _ in self.each():
+            stored = case.stored(seed)
+            values = case.decode(stored)
+            assert case.fits(values, stored).all()
+            assert case.encode(values, stored).as_bytes() == stored.as_bytes()
 
     @inherited
     @given(seed=seeds)
     def test_encoding_is_a_fixed_point(self, seed: int) -> None:
-        for codec, quant_spec in self.each():
-            values = random_values(quant_spec, seed)
-            tensor_scale = self.scale_for(codec, quant_spec, values)
-            first = codec.encode(quant_spec, values, tensor_scale=tensor_scale)
-            decoded = codec.decode(quant_spec, *first, tensor_scale=tensor_scale)
-            kept = first.scales if quant_spec.scale_row_length else None
-            second = codec.encode(quant_spec, decoded, given_scales=kept, tensor_scale=tensor_scale)
-            assert as_bytes(second) == as_bytes(first)
+        for case, _ in self.each():
+            first = case.encode(case.values(seed))
+            assert case.encode(case.decode(first), first).as_bytes() == first.as_bytes()
 
     def test_only_a_block_that_changed_loses_its_scale(self) -> None:
-        for codec, quant_spec in self.each():
+        for case, quant_spec in self.each():
             if quant_spec.scale_row_length < 2:
                 continue
-            codes, scales, tensor_scale = random_stored(quant_spec, 5)
-            values = codec.decode(quant_spec, codes, scales, tensor_scale=tensor_scale)
+            stored = case.stored(5)
+            values = case.decode(stored)
             values[-1, -1] = values[-1, -1] * 1.03 + 1e-3 * values[-1].abs().max()
-            fits = codec.fits(quant_spec, values, scales, tensor_scale=tensor_scale)
+            fits = case.fits(values, stored)
             assert not fits[-1, -1]
             assert int((~fits).sum()) == 1
-            found = codec.encode(quant_spec, values, given_scales=scales, tensor_scale=tensor_scale)
-            fresh = codec.encode(quant_spec, values, tensor_scale=tensor_scale)
+            again, fresh = case.encode(values, stored), case.encode_under(stored.tensor_scale, values)
             nbytes = quant_spec.scale_dtype.bits // 8
-            assert found.scales[:-nbytes].equal(scales[:-nbytes])
-            assert found.scales[-nbytes:].equal(fresh.scales[-nbytes:])
-            unchanged = unpack(quant_spec, found.codes.numpy()) == unpack(quant_spec, codes.numpy())
+            assert again.scales[:-nbytes].equal(stored.scales[:-nbytes])
+            assert again.scales[-nbytes:].equal(fresh.scales[-nbytes:])
+            unchanged = unpack(quant_spec, again.codes.numpy()) == unpack(quant_spec, stored.codes.numpy())
             height, width = quant_spec.block
             top, left = (quant_spec.grid[0] - 1) * height, (quant_spec.grid[1] - 1) * width
             assert unchanged[:top].all()
@@ -196,168 +256,133 @@ class CodecKit:
 
     @inherited
     @given(data=st.data(), seed=seeds)
-    def test_a_matrix_cut_between_bands_gives_the_same_bytes(self, data: st.DataObject, seed: int) -> None:
-        for codec, quant_spec in self.each():
-            scale_rows = range(quant_spec.scale_row_height, quant_spec.rows, quant_spec.scale_row_height)
-            inner = data.draw(st.sets(st.sampled_from(scale_rows))) if scale_rows else set()
-            cuts = [0, *sorted(inner), quant_spec.rows]
-            codes, scales, tensor_scale = random_stored(quant_spec, seed)
-            had = codec.decode(quant_spec, codes, scales, tensor_scale=tensor_scale)
-            changed = torch.where(random_values(quant_spec, seed) > 0.05, had * 1.5, had)
-            kept = scales if quant_spec.scale_row_length else None
-            whole = codec.encode(quant_spec, changed, given_scales=kept, tensor_scale=tensor_scale)
-            pieces = []
-            for top, bottom in itertools.pairwise(cuts):
-                part = self._rows(quant_spec, codes, scales, top, bottom)
-                values = codec.decode(quant_spec, *part, tensor_scale=tensor_scale)
-                assert bits(values) == bits(had[top:bottom])
-                mine = part.scales if quant_spec.scale_row_length else None
-                piece = codec.encode(
-                    quant_spec, changed[top:bottom], given_scales=mine, tensor_scale=tensor_scale
-                )
-                pieces.append(as_bytes(piece))
-            assert tuple(b"".join(parts) for parts in zip(*pieces, strict=True)) == as_bytes(whole)
+    def test_a_matrix_cut_between_scale_rows_gives_the_same_bytes(
+        self, data: st.DataObject, seed: int
+    ) -> None:
+        for case, quant_spec in self.each():
+            heights = range(quant_spec.cut_height, quant_spec.rows, quant_spec.cut_height)
+            inner = data.draw(st.sets(st.sampled_from(heights))) if heights else set()
+            stored = case.stored(seed)
+            had = case.decode(stored)
+            changed = torch.where(case.values(seed) > 0.05, had * 1.5, had)
+            whole, pieces = case.encode(changed, stored), []
+            for top, bottom in itertools.pairwise([0, *sorted(inner), quant_spec.rows]):
+                part = case.rows(stored, top, bottom)
+                assert bits(case.decode(part)) == bits(had[top:bottom])
+                pieces.append(case.encode(changed[top:bottom], part).as_bytes())
+            assert tuple(b"".join(parts) for parts in zip(*pieces, strict=True)) == whole.as_bytes()
 
     def test_sizes_are_what_the_packing_says(self) -> None:
-        for codec, quant_spec in self.each():
-            values = random_values(quant_spec, 3)
-            encoded = codec.encode(quant_spec, values, tensor_scale=self.scale_for(codec, quant_spec, values))
-            assert encoded.codes.dtype is encoded.scales.dtype is torch.uint8
-            assert encoded.codes.shape == (quant_spec.codes_nbytes(quant_spec.rows),)
-            assert encoded.scales.shape == (quant_spec.scales_nbytes(quant_spec.rows),)
+        for case, quant_spec in self.each():
+            codes, scales, zeros, _ = case.encode(case.values(3))
+            assert codes.dtype is scales.dtype is torch.uint8
+            assert codes.shape == (quant_spec.codes_nbytes(quant_spec.rows),)
+            assert scales.shape == (quant_spec.scales_nbytes(quant_spec.rows),)
             assert np.prod(quant_spec.codes_shape) * quant_spec.format.code_dtype.bits // 8 == (
                 quant_spec.codes_nbytes(quant_spec.rows) * quant_spec.num_matrices
             )
+            dtype = quant_spec.format.zero_points
+            assert (zeros is None) == (dtype is None)
+            if zeros is not None and dtype is not None:
+                assert zeros.shape == (dtype.nbytes(math.prod(quant_spec.zero_points_shape)),)
 
     def test_zeros_have_the_scale_one(self) -> None:
-        for codec, quant_spec in self.each():
+        for case, quant_spec in self.each():
             values = torch.zeros(quant_spec.rows, quant_spec.columns)
-            tensor_scale = self.scale_for(codec, quant_spec, values)
-            encoded = codec.encode(quant_spec, values, tensor_scale=tensor_scale)
-            if tensor_scale is not None:
+            encoded = case.encode(values)
+            if encoded.tensor_scale is not None:
                 # Where blocks have scales too, zeros have the tensor's scale that others have.
-                others = codec.fresh_tensor_scale(quant_spec, torch.tensor(0.5)).item()
-                assert tensor_scale.item() == (others if quant_spec.scale_row_length else 1.0)
+                others = case.encode(values + 0.5).tensor_scale
+                assert encoded.tensor_scale == (others if quant_spec.scale_row_length else 1.0)
             assert set(scale_numbers(quant_spec.scale_dtype, encoded.scales.numpy())) <= {1.0}
-            assert codec.decode(quant_spec, *encoded, tensor_scale=tensor_scale).equal(values)
+            assert case.decode(encoded).equal(values)
 
     def test_zeros_that_had_the_scale_zero_keep_it(self) -> None:
-        for codec, quant_spec in self.each():
+        for case, quant_spec in self.each():
             if quant_spec.scale_dtype in (DType.U8, DType.F8_E8M0) or quant_spec.scale_row_length == 0:
                 continue
             values = torch.zeros(quant_spec.rows, quant_spec.columns)
-            tensor_scale = self.scale_for(codec, quant_spec, values)
-            kept = torch.zeros(quant_spec.scales_nbytes(quant_spec.rows), dtype=torch.uint8)
-            encoded = codec.encode(quant_spec, values, given_scales=kept, tensor_scale=tensor_scale)
-            assert encoded.scales.equal(kept)
-            assert codec.decode(quant_spec, *encoded, tensor_scale=tensor_scale).equal(values)
+            usual = case.encode(values)
+            kept = usual._replace(scales=torch.zeros_like(usual.scales))
+            encoded = case.encode(values, kept)
+            assert encoded.scales.equal(kept.scales)
+            assert case.decode(encoded).equal(values)
 
     @pytest.mark.parametrize("exponent", [-148, -140, -126, -120, -60, -20, 0, 20, 60, 100, 120, 126])
     def test_every_magnitude_comes_back(self, exponent: int) -> None:
         """To within a part of the largest of its block; what no scale can reach, to within the least step."""
-        for codec, quant_spec in self.each():
+        for case, quant_spec in self.each():
             if quant_spec.scale_dtype is DType.F16 and not -12 < exponent < 15:
                 continue  # a float16 is no scale for such numbers, or a coarse one
-            tiny = random_values(quant_spec, 11, spread_exponents=0).double() * 8
+            tiny = case.values(11, spread_exponents=0).double() * 8
             values = torch.ldexp(tiny.clamp(-1.9, 1.9), torch.tensor(float(exponent))).float()
-            tensor_scale = self.scale_for(codec, quant_spec, values)
-            encoded = codec.encode(quant_spec, values, tensor_scale=tensor_scale)
-            decoded = codec.decode(quant_spec, *encoded, tensor_scale=tensor_scale)
+            decoded = case.decode(case.encode(values))
             assert decoded.isfinite().all()
             share = 2**-4 if quant_spec.format.is_fp8 else 0.26
             bound = share * values.abs().max().double() + 2.0**-127
             assert (decoded.double() - values.double()).abs().max() <= bound
 
     def test_error_sums_are_those_of_the_numbers(self) -> None:
-        for codec, quant_spec in self.each():
-            values = random_values(quant_spec, 13)
-            tensor_scale = self.scale_for(codec, quant_spec, values)
-            encoded = codec.encode(quant_spec, values, tensor_scale=tensor_scale)
-            found = codec.error_sums(quant_spec, values, encoded, tensor_scale=tensor_scale)
-            number = None if tensor_scale is None else tensor_scale.item()
-            decoded = reference_decode(quant_spec, encoded.codes.numpy(), encoded.scales.numpy(), number)
+        for case, quant_spec in self.each():
+            values = case.values(13)
+            encoded = case.encode(values)
+            sums = case.error_sums(values, encoded)
+            decoded = reference_decode(quant_spec, *encoded.arrays())
             true = values.numpy().astype(np.float64)
-            assert found.squared_errors == pytest.approx(((decoded - true) ** 2).sum(), rel=1e-6)
-            assert found.squared_values == pytest.approx((true**2).sum(), rel=1e-12)
+            assert sums.squared_errors == pytest.approx(((decoded - true) ** 2).sum(), rel=1e-6)
+            assert sums.squared_values == pytest.approx((true**2).sum(), rel=1e-12)
 
     def test_inputs_are_left_as_they_were(self) -> None:
-        for codec, quant_spec in self.each():
-            codes, scales, tensor_scale = random_stored(quant_spec, 17)
-            had = codes.clone(), scales.clone()
-            values = codec.decode(quant_spec, codes, scales, tensor_scale=tensor_scale)
+        for case, _ in self.each():
+            stored = case.stored(17)
+            had = stored.as_bytes()
+            values = case.decode(stored)
             copy = values.clone()
-            kept = scales if quant_spec.scale_row_length else None
-            encoded = codec.encode(quant_spec, values, given_scales=kept, tensor_scale=tensor_scale)
-            codec.error_sums(quant_spec, values, encoded, tensor_scale=tensor_scale)
+            case.error_sums(values, case.encode(values, stored))
             assert bits(values) == bits(copy)
-            assert codes.equal(had[0])
-            assert scales.equal(had[1])
+            assert stored.as_bytes() == had
 
     @without_gpu
     def test_a_simulated_gpu_gives_the_same_bytes(self) -> None:
-        for seed, (codec, quant_spec) in enumerate(self.each()):
-            codes, scales, tensor_scale = random_stored(quant_spec, 3)
-            changed = random_values(quant_spec, 3, spread_exponents=20)
-            run = self._round_trip(codec, quant_spec, codes, scales, changed, tensor_scale)
+        for seed, (case, _) in enumerate(self.each()):
+            run = _round_trip(case, case.stored(3), case.values(3, spread_exponents=20))
             with simulated_gpu(seed):
                 on_gpu = run("cuda")
             assert on_gpu == run("cpu")
 
     def test_a_gpu_is_waited_for_once(self) -> None:
         """For what encoding changed, which tells as well whether all of it was finite."""
-        for codec, quant_spec in self.each():
-            stored = random_stored(quant_spec, 3)
-            values = random_values(quant_spec, 3, spread_exponents=20)
-            expected = self._round_trip(codec, quant_spec, *stored[:2], values, stored[2])("cpu")
+        for case, _ in self.each():
+            stored, values = case.stored(3), case.values(3, spread_exponents=20)
+            expected = _round_trip(case, stored, values)("cpu")
             with counted_waits() as waits:
-                found = self._round_trip(codec, quant_spec, *stored[:2], values, stored[2])("meta")
+                on_gpu = _round_trip(case, stored, values)("meta")
                 brought = waits.total()
-                one = None if stored[2] is None else stored[2].to(GPU)
+                one = None if stored.tensor_scale is None else stored.tensor_scale.to(GPU)
                 for number, last in enumerate((0.0, torch.inf, torch.nan), 1):
                     values[-1, -1] = last
                     far = values.to(GPU)
-                    encoded = codec.encode(quant_spec, far, tensor_scale=one)
-                    sums = codec.error_sums(quant_spec, far, encoded, tensor_scale=one)
+                    sums = case.error_sums(far, case.encode_under(one, far))
                     assert math.isfinite(sums.squared_values) is math.isfinite(last)
                     assert waits.total() == brought + number
-            assert found == expected
+            assert on_gpu == expected
             # What was compared, and nothing on the way there.
-            assert brought == 3
+            assert brought == 1 + len(stored.as_bytes())
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_a_gpu_gives_the_same_bytes(self) -> None:
-        for (codec, quant_spec), seed in itertools.product(self.each(), range(20)):
-            codes, scales, tensor_scale = random_stored(quant_spec, seed)
-            changed = random_values(quant_spec, seed, spread_exponents=20)
-            run = self._round_trip(codec, quant_spec, codes, scales, changed, tensor_scale)
+        for (case, _), seed in itertools.product(self.each(), range(20)):
+            run = _round_trip(case, case.stored(seed), case.values(seed, spread_exponents=20))
             assert run("cpu") == run("cuda")
 
-    @staticmethod
-    def _round_trip(
-        codec: Codec,
-        quant_spec: QuantSpec,
-        codes: Tensor,
-        scales: Tensor,
-        changed: Tensor,
-        tensor_scale: Tensor | None,
-    ) -> Callable[[str], tuple[Any, ...]]:
-        def run(device: str) -> tuple[Any, ...]:
-            one = None if tensor_scale is None else tensor_scale.to(device)
-            kept = scales.to(device)
-            had = codec.decode(quant_spec, codes.to(device), kept, tensor_scale=one)
-            mixed = torch.where(changed.to(device) > 0, changed.to(device), had)
-            encoded = codec.encode(
-                quant_spec,
-                mixed,
-                given_scales=kept if quant_spec.scale_row_length else None,
-                tensor_scale=one,
-            )
-            return bits(had.cpu()), as_bytes(encoded)
 
-        return run
+def _round_trip(case: Case, stored: Stored, changed: Tensor) -> Callable[[str], tuple[Any, ...]]:
+    """Decoded, changed where numbers are positive, and encoded: bits and bytes, on a device."""
 
-    @staticmethod
-    def _rows(quant_spec: QuantSpec, codes: Tensor, scales: Tensor, top: int, bottom: int) -> Encoded:
-        first, last = quant_spec.codes_nbytes(top), quant_spec.codes_nbytes(bottom)
-        begin, end = quant_spec.scales_nbytes(top), quant_spec.scales_nbytes(bottom)
-        return Encoded(codes[first:last], scales[begin:end])
+    def run(device: str) -> tuple[Any, ...]:
+        there = stored.to(device)
+        had = case.decode(there)
+        mixed = torch.where(changed.to(device) > 0, changed.to(device), had)
+        return bits(had.cpu()), case.encode(mixed, there).as_bytes()
+
+    return run

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8
-from raymerge.checkpoints.quantisation.int4 import INT4
-from raymerge.checkpoints.quantisation.int8 import INT8_CHANNEL
+from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC
+from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
 from raymerge.dtypes import DType
@@ -31,7 +31,9 @@ ELEMENTS = {
     NVFP4: E2M1,
     NVFP4_MODELOPT: E2M1,
     INT4: np.arange(16.0) - 8,
+    INT4_ASYMMETRIC: np.arange(16.0),
     INT8_CHANNEL: np.arange(256).astype(np.int8).astype(np.float64),
+    INT8_ASYMMETRIC: np.arange(256).astype(np.int8).astype(np.float64),
 }
 
 
@@ -51,6 +53,29 @@ def unpack(quant_spec: QuantSpec, codes: Array) -> Array:
     return codes.reshape(-1, quant_spec.columns)
 
 
+def elements_of(quant_spec: QuantSpec, codes: Array) -> Array:
+    return ELEMENTS[quant_spec.format][unpack(quant_spec, codes)]
+
+
+def num_steps(form: Format) -> float:
+    """The largest element, or where any may stand for 0, how far the outermost are apart."""
+    elements = ELEMENTS[form][~np.isnan(ELEMENTS[form])]
+    return float(np.abs(elements).max() if form.zero_points is None else np.ptp(elements))
+
+
+def zeros_of(quant_spec: QuantSpec, stored: Array | None) -> Array:
+    """The elements that stand for 0, [rows, columns]; INT4 has them down the rows, eight to an int32, the
+    first one lowest."""
+    if stored is None:
+        return np.zeros((1, 1))
+    grid = stored.view(np.int8)
+    if quant_spec.format == INT4_ASYMMETRIC:
+        words = stored.view("<u4").reshape(-1, 1, quant_spec.grid[1])
+        grid = words >> np.arange(0, 32, 4, dtype=np.uint32)[:, None] & 15
+    grid = grid.reshape(-1, quant_spec.grid[1])[: quant_spec.rows]
+    return spread(quant_spec, grid.astype(np.float64), quant_spec.rows)
+
+
 def spread(quant_spec: QuantSpec, grid: Array, num_rows: int) -> Array:
     height, width = quant_spec.block
     return grid.repeat(height, axis=0)[:num_rows].repeat(width, axis=1)[:, : quant_spec.columns]
@@ -68,9 +93,17 @@ def steps_of(quant_spec: QuantSpec, scales: Array, tensor_scale: float | None, n
     return spread(quant_spec, grid, num_rows)
 
 
-def reference_decode(quant_spec: QuantSpec, codes: Array, scales: Array, tensor_scale: float | None) -> Array:
+def reference_decode(
+    quant_spec: QuantSpec,
+    codes: Array,
+    scales: Array,
+    tensor_scale: float | None,
+    zero_points: Array | None = None,
+) -> Array:
     """float32 [rows, columns]: the exact product, rounded once."""
-    elements = ELEMENTS[quant_spec.format][unpack(quant_spec, codes)]
+    elements = elements_of(quant_spec, codes)
+    if zero_points is not None:
+        elements = elements - zeros_of(quant_spec, zero_points)
     with np.errstate(over="ignore"):
         return (elements * steps_of(quant_spec, scales, tensor_scale, len(elements))).astype(np.float32)
 
