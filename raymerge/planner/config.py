@@ -1,8 +1,6 @@
 """The output's ``config.json``, decided with the plan: dtype, tie flag, layer counts, quantisation tables.
 
-A new ``quantization_config`` has the fields that publishers write: DeepSeek-V3 for block FP8, also beside
-the experts of DeepSeek-V4 in MXFP4, gpt-oss for MXFP4, ModelOpt for MXFP8 and its own NVFP4, and for the
-others compressed-tensors, as in Kimi-K2-Thinking (INT4)."""
+A new ``quantization_config`` has the fields that the format's publishers write."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from raymerge.architectures.depth import Parent, count_mtp_layers, restack_config
@@ -27,14 +24,9 @@ from raymerge.architectures.rules import (
 from raymerge.checkpoints.json_files import json_bytes
 from raymerge.checkpoints.quantisation import modelopt
 from raymerge.checkpoints.quantisation.config import Declared
-from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES
-from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
-from raymerge.checkpoints.quantisation.formats import read_declared
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, USUAL_BLOCK
-from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC
-from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
+from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES, QuantMethod
+from raymerge.checkpoints.quantisation.encoding import QuantisedWeight, QuantSpec
+from raymerge.checkpoints.quantisation.formats import fresh_table, method_of, read_declared
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
@@ -244,85 +236,9 @@ def _main_output(outputs: Sequence[Output]) -> DType:
     return max(plain, key=lambda dtype: dtype.nbytes(totals[dtype]), default=DType.F32)
 
 
-_COMPRESSED: Mapping[Format, tuple[str, str]] = MappingProxyType(
-    {
-        FP8_CHANNEL: ("float-quantized", "channel"),
-        FP8_TENSOR: ("float-quantized", "tensor"),
-        INT4: ("pack-quantized", "group"),
-        INT4_ASYMMETRIC: ("pack-quantized", "group"),
-        INT8_CHANNEL: ("int-quantized", "channel"),
-        INT8_ASYMMETRIC: ("int-quantized", "channel"),
-        MXFP4_ROWS: ("mxfp4-pack-quantized", "group"),
-        NVFP4: ("nvfp4-pack-quantized", "tensor_group"),
-    }
-)
-"""What compressed-tensors calls a format, and what shares a scale there."""
-_INTEGERS = frozenset({INT4, INT4_ASYMMETRIC, INT8_CHANNEL, INT8_ASYMMETRIC})
-_BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
-
-
-def fresh_table(
-    quant_specs: Mapping[str, QuantSpec], plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
-) -> dict[str, Any] | None:
-    """The table for modules that are stored so; None where no table says all of it."""
-    made = modelopt.fresh_table(quant_specs, plain, cache)
-    kinds = {_kind(each) for each in quant_specs.values()}
-    if {form for form, _ in kinds} == {FP8_BLOCK, MXFP4_BYTES}:
-        kinds = {kind for kind in kinds if kind[0] == FP8_BLOCK}
-    if made is not None or len(kinds) > 1:
-        return made
-    # Scales that may be any numbers may also be powers of two.
-    quant_spec = min(quant_specs.values(), key=lambda each: (each.format == MXFP4_BYTES, each.power_of_two))
-    if quant_spec.format in _COMPRESSED:
-        return _compressed(quant_spec, plain, cache)
-    listed = {"modules_to_not_convert": list(plain)}
-    if quant_spec.format == MXFP4:
-        return {**listed, "quant_method": "mxfp4"}
-    return {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        **listed,
-        "quant_method": "fp8",
-        **({"scale_fmt": "ue8m0"} if quant_spec.power_of_two else {}),
-        "weight_block_size": list(quant_spec.block if quant_spec.format == FP8_BLOCK else USUAL_BLOCK),
-    }
-
-
-def _compressed(
-    quant_spec: QuantSpec, plain: Sequence[str], cache: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    form, strategy = _COMPRESSED[quant_spec.format]
-    kind, has_bytes = "int" if quant_spec.format in _INTEGERS else "float", quant_spec.format.code_bits == 8
-    weights = {
-        "dynamic": False,
-        "group_size": None if has_bytes else quant_spec.block[1],
-        "num_bits": quant_spec.format.code_bits,
-        **({"scale_dtype": "torch.uint8"} if quant_spec.format == MXFP4_ROWS else {}),
-        "strategy": strategy,
-        "symmetric": quant_spec.format.zero_points is None,
-        "type": kind,
-    }
-    group = {
-        # Codes of 8 bits are for activations in 8 bits too; those of 4 bits are for plain ones.
-        "input_activations": {**_BY_TOKEN, "type": kind} if has_bytes else None,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": weights,
-    }
-    return {
-        "config_groups": {"group_0": group},
-        "format": form,
-        "ignore": list(plain),
-        "kv_cache_scheme": None if cache is None else dict(cache),
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }
-
-
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _WEIGHT = ".weight"
 _EXPERTS = re.compile(r"(.*\.experts)\.")
-_TOGETHER, _BELOW = ".experts", r"\..*"
+_TOGETHER = ".experts"
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -333,11 +249,8 @@ class _Quantisation:
         self._known = donor.checkpoint.packed
         self._packed = {_module(each): each.packed for each in outputs if each.packed is not None}
         self._unread = _unread_formats(sources, outputs)
-        self._had_bytes, self._has_bytes = (
-            any(each.quant_spec.format == MXFP4_BYTES for each in own.values())
-            for own in (self._known, self._packed)
-        )
-        """Whether experts are stored as DeepSeek-V4's, in the donor and in the output."""
+        self._had_experts = _expert_dtype(self._known)
+        self._has_experts = _expert_dtype(self._packed)
 
     def config(
         self, config: Mapping[str, Any], *, where: str, is_common: bool
@@ -368,47 +281,50 @@ class _Quantisation:
         cache = next((each.get("kv_cache_scheme") for each in tables), None) if has_cache else None
         plain = self._plain_matrices()
         plain += self._plain_experts(self._outputs, plain)
-        fresh = fresh_table(self._quant_specs(), plain, cache=cache)
-        if fresh is None:
+        fresh = fresh_table(self._quant_specs(), cache)
+        method = method_of(fresh)
+        if fresh is None or method is None:
             return config, Problem(where, *self._several_formats())
-        _list_plain(fresh, plain, replaced=True)
-        experts = self._fresh_expert_dtype(fresh)
+        _list_plain(fresh, method, plain, replaced=True)
+        experts = self._fresh_expert_dtype(method)
         return {**without_tables(config), **experts, QUANTISATION_TABLES[0]: fresh}, None
 
     def _quant_specs(self) -> dict[str, QuantSpec]:
         return {module: each.quant_spec for module, each in self._packed.items()}
 
     def _with_expert_dtype(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The config, which says what experts became that changed between FP8 and MXFP4 beside it."""
-        if self._had_bytes == self._has_bytes:
+        """The config, which says what experts became that were stored as the rest, or are now."""
+        method = method_of(next(iter(quantisation_tables(config)), None))
+        if method is None or self._had_experts == self._has_experts:
             return config
         result = copy.deepcopy(dict(config))
         levels = [level for _, level in sections(result)]
         tables = [section[table] for table, section in _tables(result)]
         # Loaders take experts for FP4 where it is absent.
         for place in [each for each in (*levels, *tables) if EXPERT_DTYPE in each] or [result]:
-            place[EXPERT_DTYPE] = "fp4" if self._has_bytes else "fp8"
+            place[EXPERT_DTYPE] = self._has_experts or method.expert_dtype
         return result
 
-    def _fresh_expert_dtype(self, table: Mapping[str, Any]) -> dict[str, str]:
+    def _fresh_expert_dtype(self, method: QuantMethod) -> dict[str, str]:
         stated = any(EXPERT_DTYPE in each for each in quantisation_tables(self._donor.checkpoint.config))
-        has_field = stated or self._had_bytes or self._has_bytes
-        dtype = "fp4" if self._has_bytes else "fp8"
-        return {EXPERT_DTYPE: dtype} if has_field and table["quant_method"] == "fp8" else {}
+        has_field = method.expert_dtype and (stated or self._had_experts or self._has_experts)
+        return {EXPERT_DTYPE: self._has_experts or method.expert_dtype} if has_field else {}
 
     def _is_true(self, declared: Declared) -> bool:
-        formats = {MXFP4_BYTES, *(each.quant_spec.format for each in self._known.values())}
+        formats = {each.quant_spec.format for each in self._known.values()}
         scaled = [_has_input_scale(each) for each in self._known.values()]
-        kinds = {name.removesuffix(_WEIGHT): _kind(each.quant_spec) for name, each in self._known.items()}
+        kinds = {name.removesuffix(_WEIGHT): each.quant_spec.kind for name, each in self._known.items()}
         for module, packed in self._packed.items():
             quant_spec, own = packed.quant_spec, declared.of(module)
             if own is None:
                 # Of modules that a loader calls otherwise the table says what it said.
-                if kinds.get(module) != _kind(quant_spec):
+                if kinds.get(module) != quant_spec.kind:
                     return False
                 continue
             form = quant_spec.format
-            if form not in formats or not own.allows(form, quant_spec.block, quant_spec.shape):
+            # A table that leaves formats open is for those of the donor; a field tells what experts became.
+            is_meant = form in formats or bool(form.expert_dtype)
+            if not is_meant or not own.allows(form, quant_spec.block, quant_spec.shape):
                 return False
             # A checkpoint without any such scales does not follow its own table; copies are as they were.
             is_made = bool(packed.scales) or packed.tensor_scale is not None
@@ -424,8 +340,9 @@ class _Quantisation:
         modules += self._plain_experts(self._outputs if is_replaced else (), modules)
         known = {name.removesuffix(_WEIGHT) for name in self._known}
         for table, section in _tables(result) if modules or is_replaced else ():
-            _list_plain(section[table], modules, replaced=is_replaced)
-            section[table] = modelopt.without_layers(section[table], known, self._quant_specs())
+            if method := method_of(section[table]):
+                _list_plain(section[table], method, modules, replaced=is_replaced)
+                section[table] = method.without_modules(section[table], known, self._quant_specs())
         return result
 
     def _freed(self, declared: Declared) -> list[str]:
@@ -453,13 +370,14 @@ class _Quantisation:
         return None if scaled is None else self._input_scales(scaled)
 
     def _mixed_experts(self) -> tuple[str, str] | None:
-        """Where experts are in bytes, as DeepSeek-V4's, and others of them in another format.
+        """Where a field beside the table tells the format of experts, and others of them are in another.
 
         A donor that has them so itself has a config for it: NVIDIA lists those that it stored anew."""
         experts = [(name, each.quant_spec.format) for name, each in self._packed.items() if _experts_of(name)]
         examples = {form: name for name, form in reversed(experts)}
         before = {each.quant_spec.format for name, each in self._known.items() if _experts_of(name)}
-        if len(examples) < 2 or MXFP4_BYTES not in examples or examples.keys() == before:
+        has_field = any(form.expert_dtype for form in examples)
+        if len(examples) < 2 or not has_field or examples.keys() == before:
             return None
         listed = " and ".join(f"as {form.word} (such as {name})" for form, name in examples.items())
         return (
@@ -564,16 +482,16 @@ def _experts_of(name: str) -> str:
     return match.group(1) if match else ""
 
 
-def _list_plain(table: dict[str, Any], modules: Sequence[str], *, replaced: bool) -> None:
+def _list_plain(
+    table: dict[str, Any], method: QuantMethod, modules: Sequence[str], *, replaced: bool
+) -> None:
     """Add modules to those that a table leaves plain, or replace its list.
 
     Experts that are plain together are one entry: a list of all would have to change with their number."""
-    below = _glob_below if modelopt.is_table(table) else _pattern_below if "config_groups" in table else None
-    usual = "modules_to_not_convert" if below is None else "ignore"
-    key = next((each for each in _LISTS if each in table), usual)
+    key = next(filter(table.get, method.plain_keys), method.plain_keys[0])
     listed = [] if replaced else list(table.get(key) or ())
     known = frozenset(listed)
-    table[key] = [*listed, *(each for each in _in_short(modules, below) if each not in known)]
+    table[key] = [*listed, *(each for each in _in_short(modules, method.below) if each not in known)]
 
 
 def _in_short(modules: Sequence[str], below: Callable[[str], str] | None) -> list[str]:
@@ -585,22 +503,14 @@ def _in_short(modules: Sequence[str], below: Callable[[str], str] | None) -> lis
     return short if below is None else [*short, *(below(each) for each in short if each in together)]
 
 
-def _pattern_below(module: str) -> str:
-    return f"re:{re.escape(module)}{_BELOW}"
-
-
-def _glob_below(module: str) -> str:
-    return f"{module}.*"
-
-
 def _has_input_scale(packed: QuantisedWeight | QuantisedOutput) -> bool:
     others = (each if isinstance(each, str) else each.name for each in packed.others)
     return any(name.endswith(INPUT_SCALES) for name in others)
 
 
-def _kind(quant_spec: QuantSpec) -> tuple[Format, tuple[int, int]]:
-    encoding = encoding_of(quant_spec)
-    return encoding.format, encoding.block
+def _expert_dtype(packed: Mapping[str, QuantisedWeight | QuantisedOutput]) -> str:
+    """What the config calls the format of experts that are stored otherwise than the rest; "" for none."""
+    return next(filter(None, (each.quant_spec.format.expert_dtype for each in packed.values())), "")
 
 
 def _module(output: Output) -> str:

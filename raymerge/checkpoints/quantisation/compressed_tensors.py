@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from raymerge.checkpoints.header import StoredTensor
@@ -30,7 +31,7 @@ from raymerge.checkpoints.quantisation.config import (
     unknown_fields,
 )
 from raymerge.checkpoints.quantisation.detect import CORRUPT, PackedForm, QuantMethod, Search, described
-from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
 from raymerge.dtypes import DType
 
 _NAME = "compressed-tensors"
@@ -56,13 +57,27 @@ _WEIGHT_KEYS = frozenset(
 )
 """Fields that are understood, or do not change what stored codes mean. Other fields must be empty: one of
 them may say that the weights are rotated or permuted."""
+_WORDS: Mapping[Format, tuple[str, str, str]] = MappingProxyType(
+    {
+        fp8.FP8_CHANNEL: ("float-quantized", "float", "channel"),
+        fp8.FP8_TENSOR: ("float-quantized", "float", "tensor"),
+        int4.INT4: ("pack-quantized", "int", "group"),
+        int4.INT4_ASYMMETRIC: ("pack-quantized", "int", "group"),
+        int8.INT8_CHANNEL: ("int-quantized", "int", "channel"),
+        int8.INT8_ASYMMETRIC: ("int-quantized", "int", "channel"),
+        mxfp4.MXFP4_ROWS: ("mxfp4-pack-quantized", "float", "group"),
+        nvfp4.NVFP4: ("nvfp4-pack-quantized", "float", "tensor_group"),
+    }
+)
+"""Values of ``format``, ``type`` and ``strategy`` of formats that new tables are written for."""
 _STORED_AS = frozenset(
     [
-        *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
-        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+        *("dense", "naive-quantized", "mxfp8-quantized", "mixed-precision"),
+        *(form for form, _, _ in _WORDS.values()),
     ]
 )
 """Values of ``format`` with one way of storing codes."""
+_BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
 _CLASS = re.compile(r"[A-Z]\w*")
 
 _WEIGHT, _PACKED = ".weight", ".weight_packed"
@@ -157,6 +172,49 @@ def _in_words(weights: Mapping[str, Any]) -> str:
     order = ", in another order of columns" if _is_reordered(weights) else ""
     kind = f"{brief(weights.get('num_bits', 8))}-bit {brief(weights.get('type', 'int'))}"
     return f"{symmetry}{kind} by {brief(weights.get('strategy'))}{order}"
+
+
+def _fresh_table(
+    quant_specs: Mapping[str, QuantSpec], cache: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """A table of one group, as in Kimi-K2-Thinking."""
+    kinds = {each.kind for each in quant_specs.values()}
+    form, block = next(iter(kinds))
+    if len(kinds) > 1 or form not in _WORDS:
+        return None
+    stored_as, kind, strategy = _WORDS[form]
+    has_bytes = form.code_bits == 8
+    weights = {
+        "dynamic": False,
+        "group_size": None if has_bytes else block[1],
+        "num_bits": form.code_bits,
+        **({"scale_dtype": "torch.uint8"} if form == mxfp4.MXFP4_ROWS else {}),
+        "strategy": strategy,
+        "symmetric": form.zero_points is None,
+        "type": kind,
+    }
+    group = {
+        # Codes of 8 bits are for activations in 8 bits too; those of 4 bits are for plain ones.
+        "input_activations": {**_BY_TOKEN, "type": kind} if has_bytes else None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": stored_as,
+        "ignore": [],
+        "kv_cache_scheme": None if cache is None else dict(cache),
+        "quant_method": _NAME,
+        "quantization_status": "compressed",
+    }
+
+
+def _all_below(module: str) -> str:
+    return rf"re:{re.escape(module)}\..*"
+
+
+# Detection
 
 
 def _are_codes(tensor: StoredTensor) -> bool:
@@ -313,4 +371,7 @@ COMPRESSED_TENSORS = QuantMethod(
     are_codes=_are_codes,
     add=_add,
     codes_of=_codes_of,
+    fresh_table=_fresh_table,
+    plain_keys=("ignore",),
+    below=_all_below,
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -59,6 +59,12 @@ def is_divisor(name: str) -> bool:
     return name.endswith("_global_scale")
 
 
+FreshTable: TypeAlias = Callable[[Mapping[str, QuantSpec], Mapping[str, Any] | None], dict[str, Any] | None]
+WithoutModules: TypeAlias = Callable[
+    [Mapping[str, Any], Collection[str], Mapping[str, QuantSpec]], dict[str, Any]
+]
+
+
 @dataclass(frozen=True, slots=True)
 class QuantMethod:
     """One way of publishing quantised checkpoints."""
@@ -73,6 +79,22 @@ class QuantMethod:
     """Adds what codes belong to, or reports why that cannot be read."""
     codes_of: Callable[[StoredTensor], Sequence[str]]
     """Names of codes that a tensor is the scale of by its name; none where plain tensors are called so."""
+    fresh_table: FreshTable = lambda _, __: None
+    """The table for modules that are stored so and a ``kv_cache_scheme``; None where it cannot say all."""
+    without_modules: WithoutModules = lambda table, _, __: dict(table)
+    """The table without what it says by name of modules that were quantised and are no longer."""
+    plain_keys: tuple[str, ...] = ("modules_to_not_convert",)
+    """Fields of the table that list modules left plain, the usual one first."""
+    below: Callable[[str], str] | None = None
+    """The entry for all that is below a path; None where that of the path is for all of it."""
+    expert_dtype: str = ""
+    """What the config's field of this name calls experts in the method's own formats; "" for no field."""
+    has_variants: bool = False
+    """Whether tables may have a word behind the name (``modelopt_fp4``)."""
+
+    def owns(self, name: str) -> bool:
+        """Whether tables with this ``quant_method`` are the method's."""
+        return name == self.name or (self.has_variants and name.startswith(f"{self.name}_"))
 
 
 @dataclass(frozen=True, slots=True)

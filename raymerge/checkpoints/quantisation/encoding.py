@@ -63,6 +63,8 @@ class Format:
     zero_points: DType | None = field(compare=False, default=None)
     """Dtype of the elements in which zero points of blocks are packed, those of the first row lowest; None
     where the code for 0 is the same in all blocks."""
+    expert_dtype: str = field(compare=False, default="")
+    """What the config's ``expert_dtype`` calls experts in it, where the table is that of another format."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "word", self.word or self.name)
@@ -194,6 +196,14 @@ class QuantSpec:
             raise ValueError(f"{self.format.word} {fault}")
 
     @property
+    def kind(self) -> tuple[Format, tuple[int, int]]:
+        """The format and its block, ``WHOLE`` for the matrix's size: alike for matrices of any shape."""
+        rows, columns = (
+            WHOLE if rule == WHOLE else size for rule, size in zip(self.format.block, self.block, strict=True)
+        )
+        return self.format, (rows, columns)
+
+    @property
     def rows(self) -> int:
         return self.shape[-2]
 
@@ -312,11 +322,7 @@ class Encoding:
 
 
 def encoding_of(quant_spec: QuantSpec) -> Encoding:
-    rows, columns = (
-        WHOLE if rule == WHOLE else have
-        for rule, have in zip(quant_spec.format.block, quant_spec.block, strict=True)
-    )
-    return Encoding(quant_spec.format, (rows, columns), quant_spec.scale_dtype, quant_spec.power_of_two)
+    return Encoding(*quant_spec.kind, quant_spec.scale_dtype, quant_spec.power_of_two)
 
 
 def usual_quant_spec(

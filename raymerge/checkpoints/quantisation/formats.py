@@ -12,16 +12,15 @@ from raymerge.checkpoints.quantisation.block_codec import Codec
 from raymerge.checkpoints.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from raymerge.checkpoints.quantisation.config import Declared, brief
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights, QuantMethod, Search
-from raymerge.checkpoints.quantisation.encoding import Format
-from raymerge.checkpoints.quantisation.fp8 import FP8
-from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, MODELOPT, contradiction, with_layers
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
+from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, MODELOPT, NVIDIA_FP8, contradiction
 from raymerge.checkpoints.quantisation.mxfp4 import GPT_OSS
 from raymerge.checkpoints.quantisation.nvfp4 import other_spelling
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Problem
 
 _MEND_BOTH = "Mend the one that is wrong, or take both files from the place the weights come from."
-_METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
+_METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, NVIDIA_FP8, GPT_OSS, MODELOPT)
 
 
 def formats() -> Mapping[Format, Codec]:
@@ -48,16 +47,28 @@ def read_declared(tables: Sequence[Any]) -> Declared:
     if not isinstance(table, Mapping):
         wrong = (f"is {brief(table)!r}, not a table of fields",)
         return Declared("no table of fields", wrong=wrong, is_read=False)
-    name = str(table.get("quant_method") or "")
-    if not name:
-        name = COMPRESSED_TENSORS.name if "config_groups" in table else "a method without a name"
-    # Some write the algorithm behind ModelOpt's name too.
-    name = MODELOPT.name if name.startswith(f"{MODELOPT.name}_") else name
-    method = next((each for each in _METHODS if each.name == name), None)
+    method = method_of(table)
     if method is None:
-        return Declared(name[:60], is_read=False)
-    # NVIDIA keeps DeepSeek's table, and adds the layers that it quantised once more.
-    return with_layers(method.read_table(table), table) if method is FP8 else method.read_table(table)
+        return Declared(str(table.get("quant_method") or "a method without a name")[:60], is_read=False)
+    return method.read_table(table)
+
+
+def method_of(table: Any) -> QuantMethod | None:
+    """The method that a table is of; None where it is not read."""
+    if not isinstance(table, Mapping):
+        return None
+    name = str(table.get("quant_method") or "")
+    if not name and "config_groups" in table:
+        return COMPRESSED_TENSORS
+    return next((each for each in _METHODS if each.owns(name)), None)
+
+
+def fresh_table(
+    quant_specs: Mapping[str, QuantSpec], cache: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """The table for modules that are stored so, of whichever method has one; None where none says all."""
+    made = (each.fresh_table(quant_specs, cache) for each in _METHODS)
+    return next(filter(None, made), None)
 
 
 def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> QuantisedWeights:

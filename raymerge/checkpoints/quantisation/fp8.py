@@ -114,10 +114,11 @@ MXFP8 = replace(
 
 # The config's table
 
+_PLAIN_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")
 _KEYS = frozenset(
     [
         *("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme", "expert_dtype"),
-        *("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "kv_cache_scheme"),
+        *(*_PLAIN_KEYS, "modules_to_convert", "kv_cache_scheme"),
         *("weight_per_tensor", "act_per_tensor", "dequantize", "moe_quant_algo", "quantized_layers"),
     ]
 )
@@ -126,14 +127,14 @@ _E4M3 = frozenset({"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"})
 _SCALE_FORMATS = (None, "float", "ue8m0")
 _EXPERT_FORMATS: Mapping[str, tuple[Scheme, ...]] = {
     "": (Scheme(mxfp4.MXFP4_BYTES, None, is_stated=False),),
-    "fp4": (Scheme(mxfp4.MXFP4_BYTES, None),),
+    mxfp4.MXFP4_BYTES.expert_dtype: (Scheme(mxfp4.MXFP4_BYTES, None),),
     "fp8": (),
 }
 """What ``expert_dtype`` allows beside FP8; loaders take experts for FP4 where it is absent."""
 
 
 def _read_table(table: Mapping[str, Any]) -> Declared:
-    plain, wrong = plain_modules(names_in(table, "modules_to_not_convert", "ignored_layers", "ignore"))
+    plain, wrong = plain_modules(names_in(table, *_PLAIN_KEYS))
     block = block_in(table.get("weight_block_size"))
     schemes: tuple[Scheme, ...] = (Scheme(FP8_BLOCK, block),)
     if table.get("weight_block_size") is None:
@@ -160,6 +161,24 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
         scales_inputs=table.get("activation_scheme") == "static",
         wrong=(*wrong, *unknown_fields(table, _KEYS)),
     )
+
+
+def _fresh_table(quant_specs: Mapping[str, QuantSpec], _: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """DeepSeek-V3's table, which is also for experts in MXFP4 (V4)."""
+    blocks = [each for each in quant_specs.values() if each.format == FP8_BLOCK]
+    others = {each.format for each in quant_specs.values()} - {FP8_BLOCK, mxfp4.MXFP4_BYTES}
+    if others or len({each.block for each in blocks}) > 1:
+        return None
+    # Scales that may be any numbers may also be powers of two.
+    has_powers = all(each.power_of_two for each in blocks)
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": [],
+        "quant_method": "fp8",
+        **({"scale_fmt": "ue8m0"} if has_powers else {}),
+        "weight_block_size": list(blocks[0].block if blocks else USUAL_BLOCK),
+    }
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
@@ -331,4 +350,7 @@ FP8 = QuantMethod(
     are_codes=_are_codes,
     add=_add,
     codes_of=_codes_of,
+    fresh_table=_fresh_table,
+    plain_keys=_PLAIN_KEYS,
+    expert_dtype="fp8",
 )

@@ -36,7 +36,7 @@ from raymerge.checkpoints.quantisation.config import (
 )
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, QuantMethod, Search
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
-from raymerge.checkpoints.quantisation.fp8 import FP8_CHANNEL, FP8_TENSOR, MXFP8
+from raymerge.checkpoints.quantisation.fp8 import FP8, FP8_CHANNEL, FP8_TENSOR, MXFP8
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4_MODELOPT, Nvfp4
 from raymerge.dtypes import DType
 
@@ -112,7 +112,7 @@ def as_hf_quant_config(table: Mapping[str, Any], before: Mapping[str, Any]) -> d
 
 
 def is_table(table: Mapping[str, Any]) -> bool:
-    return str(table.get("quant_method") or "").partition("_")[0] == _NAME
+    return MODELOPT.owns(str(table.get("quant_method") or ""))
 
 
 def _group_size(table: Mapping[str, Any]) -> dict[str, int]:
@@ -156,13 +156,13 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
     wrong = (*wrong, *unknown_fields(table, _KEYS))
     declared = Declared(_NAME, plain=plain, is_stored=not is_of_cache, wrong=wrong)
     if algorithm == _MIXED:
-        return with_layers(declared, table)
+        return _with_layers(declared, table)
     if algorithm and algorithm not in _ALGORITHMS:
         return Declared(f"{_NAME} {brief(algorithm)}", is_read=False)
     return _with_algorithms(declared, [algorithm] if algorithm else [])
 
 
-def with_layers(declared: Declared, table: Mapping[str, Any]) -> Declared:
+def _with_layers(declared: Declared, table: Mapping[str, Any]) -> Declared:
     """What a table says that also lists modules with their algorithms, or has one for all experts."""
     layers = table.get("quantized_layers") or {}
     if not isinstance(layers, Mapping):
@@ -209,27 +209,24 @@ def _modules(paths: Sequence[str]) -> Modules:
     return Modules(exact=frozenset((*paths, *unfused)), parts=frozenset(paths))
 
 
-def fresh_table(
-    quant_specs: Mapping[str, QuantSpec], plain: Sequence[str], cache: Mapping[str, Any] | None
+def _fresh_table(
+    quant_specs: Mapping[str, QuantSpec], cache: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """The table for modules that are stored so; None where ModelOpt has none for what tells nothing of
-    inputs."""
     algorithms = {module: _FRESH.get(each.format) for module, each in quant_specs.items()}
     if None in algorithms.values():
         return None
     named, sizes = set(algorithms.values()), {module: each.block[1] for module, each in quant_specs.items()}
-    listed = {"ignore": list(plain), "kv_cache_scheme": None if cache is None else dict(cache)}
+    table: dict[str, Any] = {"ignore": [], "kv_cache_scheme": None if cache is None else dict(cache)}
     if len(named) == 1:
         size = next(iter(sizes.values()))
-        return {"group_size": size, **listed, "quant_algo": named.pop(), "quant_method": _NAME}
+        return {"group_size": size, **table, "quant_algo": named.pop(), "quant_method": _NAME}
     layers = {name: {"quant_algo": each, "group_size": sizes[name]} for name, each in algorithms.items()}
-    return {**listed, "quant_algo": _MIXED, "quant_method": _NAME, "quantized_layers": layers}
+    return {**table, "quant_algo": _MIXED, "quant_method": _NAME, "quantized_layers": layers}
 
 
-def without_layers(
+def _without_modules(
     table: Mapping[str, Any], before: Collection[str], after: Mapping[str, QuantSpec]
 ) -> dict[str, Any]:
-    """The table without algorithms of modules that were quantised ``before``, and are not ``after``."""
     result, layers = dict(table), table.get("quantized_layers")
     if isinstance(layers, Mapping):
         were, are = _entries_of(before), _entries_of(after)
@@ -301,4 +298,13 @@ MODELOPT = QuantMethod(
     are_codes=_are_codes,
     add=_add,
     codes_of=_codes_of,
+    fresh_table=_fresh_table,
+    without_modules=_without_modules,
+    plain_keys=_GLOBS,
+    below="{}.*".format,
+    has_variants=True,
 )
+NVIDIA_FP8 = replace(
+    FP8, read_table=lambda table: _with_layers(FP8.read_table(table), table), without_modules=_without_modules
+)
+"""FP8, of which NVIDIA keeps DeepSeek's table, and adds the layers that it quantised once more."""

@@ -73,6 +73,7 @@ MXFP4_BYTES = replace(
     usual_scale=DType.F8_E8M0,
     parts={"codes": "", "scales": ".scale"},
     has_block_axis=False,
+    expert_dtype="fp4",
 )
 
 _KEYS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
@@ -82,6 +83,12 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
     plain, wrong = plain_modules(names_in(table, "modules_to_not_convert"))
     wrong = (*wrong, *unknown_fields(table, _KEYS))
     return Declared("mxfp4", (Scheme(MXFP4, None),), plain=plain, wrong=wrong)
+
+
+def _fresh_table(quant_specs: Mapping[str, QuantSpec], _: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if any(each.format != MXFP4 for each in quant_specs.values()):
+        return None
+    return {"modules_to_not_convert": [], "quant_method": "mxfp4"}
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
@@ -176,5 +183,11 @@ class Mxfp4(Codec):
 
 
 GPT_OSS = QuantMethod(
-    "mxfp4", {MXFP4: Mxfp4()}, read_table=_read_table, are_codes=_are_codes, add=_add, codes_of=_codes_of
+    "mxfp4",
+    {MXFP4: Mxfp4()},
+    read_table=_read_table,
+    are_codes=_are_codes,
+    add=_add,
+    codes_of=_codes_of,
+    fresh_table=_fresh_table,
 )
