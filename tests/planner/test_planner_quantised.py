@@ -215,6 +215,14 @@ NOT_UNDERSTOOD: dict[str, tuple[dict[str, Any], str]] = {
     "a field": ({"codebook": 1}, "compressed-tensors, of which quantization_config has codebook"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 e5m2"),
     "fnuz": ({"quant_method": "fp8", "fmt": "float8_e4m3fnuz"}, "FP8 e4m3fnuz"),
+    "experts": (
+        {"quant_method": "fp8", "expert_dtype": "fp6"},
+        "fp8, of which quantization_config gives expert_dtype as fp6",
+    ),
+    "scales": (
+        {"quant_method": "fp8", "scale_fmt": "e5m3"},
+        "fp8, of which quantization_config gives scale_fmt as e5m3",
+    ),
 }
 
 

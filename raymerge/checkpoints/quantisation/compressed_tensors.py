@@ -29,6 +29,7 @@ from raymerge.checkpoints.quantisation.config import (
     matched_modules,
     names_in,
     unknown_fields,
+    unknown_values,
 )
 from raymerge.checkpoints.quantisation.detect import CORRUPT, PackedForm, QuantMethod, Search, described
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
@@ -70,13 +71,9 @@ _WORDS: Mapping[Format, tuple[str, str, str]] = MappingProxyType(
     }
 )
 """Values of ``format``, ``type`` and ``strategy`` of formats that new tables are written for."""
-_STORED_AS = frozenset(
-    [
-        *("dense", "naive-quantized", "mxfp8-quantized", "mixed-precision"),
-        *(form for form, _, _ in _WORDS.values()),
-    ]
-)
-"""Values of ``format`` with one way of storing codes."""
+_STORED_AS = ("dense", "naive-quantized", "mxfp8-quantized", "mixed-precision")
+_VALUES = {"format": (*_STORED_AS, *(form for form, _, _ in _WORDS.values()))}
+"""Values with one way of storing codes."""
 _BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
 _CLASS = re.compile(r"[A-Z]\w*")
 
@@ -97,9 +94,9 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
     tables = [each for each in values if isinstance(each, Mapping)]
     tables = [each for each in tables if isinstance(each.get("weights"), Mapping)]
     plain, wrong = matched_modules(names_in(table, "ignore"))
-    wrong = (*wrong, *unknown_fields(table, _TABLE_KEYS), *_unread_sparsity(table), *_unread_format(table))
-    read = [_group(each, plain) for each in tables]
-    parts = [group.says for group, _ in read]
+    unknown = (*unknown_fields(table, _TABLE_KEYS), *_unread_sparsity(table), *unknown_values(table, _VALUES))
+    read = tuple(_group(each, plain) for each in tables)
+    parts = [group.says for group in read]
     return Declared(
         _NAME,
         tuple(dict.fromkeys(scheme for each in parts for scheme in each.schemes)),
@@ -107,30 +104,28 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
         plain=plain,
         is_stored=table.get("format") != "dense",
         scales_inputs=any(each.scales_inputs for each in parts),
-        groups=tuple(group for group, _ in read),
-        wrong=(*wrong, *(sentence for _, sentences in read for sentence in sentences)),
+        groups=read,
+        contradictions=(*wrong, *(fault for each in parts for fault in each.contradictions)),
+        not_understood=(*unknown, *(field for each in parts for field in each.not_understood)),
     )
 
 
-def _group(group: Mapping[str, Any], plain: Modules) -> tuple[Group, tuple[str, ...]]:
+def _group(group: Mapping[str, Any], plain: Modules) -> Group:
     targets, weights = names_in(group, "targets"), group["weights"]
     classes = [each for each in targets if _CLASS.fullmatch(each)]
     modules, wrong = matched_modules(each for each in targets if each not in classes)
     scheme = _scheme(weights)
+    unknown = (*unknown_fields(group, _GROUP_KEYS), *unknown_fields(weights, _WEIGHT_KEYS))
     says = Declared(
         _NAME,
         (scheme,) if scheme else (),
         others=() if scheme else (_in_words(weights),),
         plain=plain,
         scales_inputs=_scales_inputs(group.get("input_activations")),
+        contradictions=wrong,
+        not_understood=(*unknown, *unknown_values(group, _VALUES)),
     )
-    unknown = (*unknown_fields(group, _GROUP_KEYS), *unknown_fields(weights, _WEIGHT_KEYS))
-    return Group(modules, bool(classes) or not targets, says), (*wrong, *unknown, *_unread_format(group))
-
-
-def _unread_format(table: Mapping[str, Any]) -> Iterator[str]:
-    if table.get("format") is not None and str(table["format"]) not in _STORED_AS:
-        yield f"gives format as {brief(table['format'])}, which is not read"
+    return Group(modules, bool(classes) or not targets, says)
 
 
 def _unread_sparsity(table: Mapping[str, Any]) -> Iterator[str]:
@@ -138,7 +133,7 @@ def _unread_sparsity(table: Mapping[str, Any]) -> Iterator[str]:
     sparsity = table.get("sparsity_config")
     form = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if form not in (None, "dense"):
-        yield f"says in sparsity_config that weights are stored as {brief(form)}, which is not read"
+        yield f"says in sparsity_config that weights are stored as {brief(form)}"
 
 
 def _scales_inputs(activations: Any) -> bool:

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern
 from raymerge.checkpoints.quantisation.encoding import WHOLE, Format
 
-NOT_READ = ("which is not read", "may mean something else")
-"""Ends of sentences about fields that leave open what is stored, so that it can only be copied."""
 _SHOWN = 60
 _GLOB = re.compile(r"[*?]")
 _NO_PATTERN = re.compile(r"[\w.-]*")
@@ -75,15 +73,13 @@ class Declared:
     """Whether each quantised module stores the scale of its inputs."""
     groups: tuple[Group, ...] = ()
     """Per-module declarations; () where all quantised modules are alike."""
-    wrong: tuple[str, ...] = ()
+    contradictions: tuple[str, ...] = ()
     """Invalid fields, each as the end of a sentence that begins with ``quantization_config``."""
+    not_understood: tuple[str, ...] = ()
+    """Fields by which codes may mean something else than they usually do, so that they can only be copied;
+    each as in ``contradictions``."""
     is_read: bool = True
     """Whether there is no table, or one of a known method."""
-
-    @property
-    def unread(self) -> str:
-        """What says that codes mean something else than they usually do, as in ``wrong``; "" for nothing."""
-        return next((sentence for sentence in self.wrong if sentence.endswith(NOT_READ)), "")
 
     def of(self, module: str) -> Declared | None:
         """The declaration for one module's weight, if it is quantised; None where there is none.
@@ -131,7 +127,14 @@ class GroupWeights(NamedTuple):
 def unknown_fields(table: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
     for key, value in table.items():
         if key not in known and not _is_empty(value):
-            yield f"has {brief(key)}, which is not understood: what is stored may mean something else"
+            yield f"has {brief(key)}"
+
+
+def unknown_values(table: Mapping[str, Any], known: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """Fields with another value than those that are known of them."""
+    for key, values in known.items():
+        if table.get(key) is not None and table[key] not in values:
+            yield f"gives {key} as {brief(table[key])}"
 
 
 def _is_empty(value: Any) -> bool:
@@ -149,7 +152,7 @@ def plain_modules(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
     """Names as transformers reads ``modules_to_not_convert``: paths, ends of paths, or regular expressions.
 
     Ends that are not whole words, which only transformers accepts, are ignored. The second result is the
-    invalid entries, as in ``Declared.wrong``."""
+    invalid entries, as in ``Declared.contradictions``."""
     parts = frozenset(name for name in names if _NO_PATTERN.fullmatch(name))
     compiled, wrong = _compiled([name for name in names if name not in parts], boundary=_BOUNDARY)
     return Modules(parts=parts, patterns=compiled), wrong

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.block_codec import Codec
-from raymerge.checkpoints.quantisation.config import NOT_READ, Declared
+from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, QuantisedWeight, QuantSpec
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
@@ -141,7 +141,7 @@ class Search:
         """Find what is codes with scales; where the config's method is not read, nothing is a fault."""
         # Names and dtypes that two methods have mean what the declared one means by them.
         methods = sorted(methods, key=lambda each: each.name != self.declared.method)
-        if self.declared.is_read and not self.declared.unread:
+        if self.declared.is_read and not self.declared.not_understood:
             for tensor in self.stored.values():
                 if tensor.dtype in _NUMBERS and not tensor.name.endswith("_packed"):
                     continue
@@ -150,9 +150,8 @@ class Search:
                     method.add(self, tensor)
             self._report_lone_scales(methods)
             self._compare()
-        for sentence in self.declared.wrong:
-            if not sentence.endswith(NOT_READ):
-                self.report(sentence, f"{_CONFIG}: quantization_config {sentence}.", _ONE_IS_WRONG)
+        for sentence in self.declared.contradictions:
+            self.report(sentence, f"{_CONFIG}: quantization_config {sentence}.", _ONE_IS_WRONG)
         faults = tuple(self._counted(kind, problem) for kind, problem in self._faults.items())
         lacking = tuple(self._without_input_scale)
         return QuantisedWeights(self._packed, self._members, self._unknown, faults, lacking)

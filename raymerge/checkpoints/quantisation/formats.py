@@ -45,8 +45,8 @@ def read_declared(tables: Sequence[Any]) -> Declared:
     if table is None:
         return Declared()
     if not isinstance(table, Mapping):
-        wrong = (f"is {brief(table)!r}, not a table of fields",)
-        return Declared("no table of fields", wrong=wrong, is_read=False)
+        fault = f"is {brief(table)!r}, not a table of fields"
+        return Declared("no table of fields", contradictions=(fault,), is_read=False)
     method = method_of(table)
     if method is None:
         return Declared(str(table.get("quant_method") or "a method without a name")[:60], is_read=False)

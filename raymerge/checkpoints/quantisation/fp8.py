@@ -42,6 +42,7 @@ from raymerge.checkpoints.quantisation.config import (
     names_in,
     plain_modules,
     unknown_fields,
+    unknown_values,
 )
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, SCALE_ENDINGS, QuantMethod, Search
 from raymerge.checkpoints.quantisation.encoding import (
@@ -123,14 +124,17 @@ _KEYS = frozenset(
     ]
 )
 _EXPONENT_SCALES = ("torch.uint8", "torch.float8_e8m0fnu")
-_E4M3 = frozenset({"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"})
-_SCALE_FORMATS = (None, "float", "ue8m0")
 _EXPERT_FORMATS: Mapping[str, tuple[Scheme, ...]] = {
     "": (Scheme(mxfp4.MXFP4_BYTES, None, is_stated=False),),
     mxfp4.MXFP4_BYTES.expert_dtype: (Scheme(mxfp4.MXFP4_BYTES, None),),
     "fp8": (),
 }
 """What ``expert_dtype`` allows beside FP8; loaders take experts for FP4 where it is absent."""
+_VALUES: Mapping[str, Sequence[str]] = {
+    "fmt": ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"),
+    "scale_fmt": ("float", "ue8m0"),
+    "expert_dtype": tuple(_EXPERT_FORMATS),
+}
 
 
 def _read_table(table: Mapping[str, Any]) -> Declared:
@@ -146,20 +150,14 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
     elif table.get("scale_fmt") == "ue8m0":
         # The tables of DeepSeek-V4.1's memory have scales for each row, as rows are looked up one by one.
         schemes = (*schemes, Scheme(FP8_BLOCK, (1, block[1])))
-    if table.get("fmt", "e4m3") not in _E4M3:
-        wrong = (*wrong, f"gives fmt as {brief(table['fmt'])}, which is not read")
-    experts = _EXPERT_FORMATS.get(str(table.get("expert_dtype") or ""))
-    if experts is None:
-        wrong = (*wrong, f"gives expert_dtype as {brief(table['expert_dtype'])}; only fp4 and fp8 are read")
-    if table.get("scale_fmt") not in _SCALE_FORMATS:
-        wrong = (*wrong, f"gives scale_fmt as {brief(table['scale_fmt'])}; only ue8m0 and float are read")
     return Declared(
         "fp8",
-        (*schemes, *(experts or ())),
+        (*schemes, *_EXPERT_FORMATS.get(str(table.get("expert_dtype") or ""), ())),
         power_of_two=table.get("scale_fmt") == "ue8m0",
         plain=plain,
         scales_inputs=table.get("activation_scheme") == "static",
-        wrong=(*wrong, *unknown_fields(table, _KEYS)),
+        contradictions=wrong,
+        not_understood=(*unknown_values(table, _VALUES), *unknown_fields(table, _KEYS)),
     )
 
 

@@ -153,8 +153,10 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
     is_of_cache = not algorithm and any(map(table.get, _CACHE))
     if not algorithm and not is_of_cache:
         wrong = (*wrong, "names no quant_algo")
-    wrong = (*wrong, *unknown_fields(table, _KEYS))
-    declared = Declared(_NAME, plain=plain, is_stored=not is_of_cache, wrong=wrong)
+    unknown = tuple(unknown_fields(table, _KEYS))
+    declared = Declared(
+        _NAME, plain=plain, is_stored=not is_of_cache, contradictions=wrong, not_understood=unknown
+    )
     if algorithm == _MIXED:
         return _with_layers(declared, table)
     if algorithm and algorithm not in _ALGORITHMS:
@@ -166,7 +168,8 @@ def _with_layers(declared: Declared, table: Mapping[str, Any]) -> Declared:
     """What a table says that also lists modules with their algorithms, or has one for all experts."""
     layers = table.get("quantized_layers") or {}
     if not isinstance(layers, Mapping):
-        return replace(declared, wrong=(*declared.wrong, f"gives quantized_layers as {brief(layers)}"))
+        fault = f"gives quantized_layers as {brief(layers)}"
+        return replace(declared, contradictions=(*declared.contradictions, fault))
     paths: dict[str, list[str]] = {}
     for path, layer in layers.items():
         paths.setdefault(_algorithm_in(layer), []).append(str(path))

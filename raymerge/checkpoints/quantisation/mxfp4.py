@@ -81,8 +81,13 @@ _KEYS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
 
 def _read_table(table: Mapping[str, Any]) -> Declared:
     plain, wrong = plain_modules(names_in(table, "modules_to_not_convert"))
-    wrong = (*wrong, *unknown_fields(table, _KEYS))
-    return Declared("mxfp4", (Scheme(MXFP4, None),), plain=plain, wrong=wrong)
+    return Declared(
+        "mxfp4",
+        (Scheme(MXFP4, None),),
+        plain=plain,
+        contradictions=wrong,
+        not_understood=tuple(unknown_fields(table, _KEYS)),
+    )
 
 
 def _fresh_table(quant_specs: Mapping[str, QuantSpec], _: Mapping[str, Any] | None) -> dict[str, Any] | None:

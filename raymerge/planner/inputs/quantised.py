@@ -88,7 +88,7 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
         if belongs and (tensor.dtype.is_mergeable or name in integers):
             groups.setdefault(module, []).append(tensor)
     method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
-    naming = _Naming(method, read_declared(tables).unread, other_methods())
+    naming = _Naming(method, read_declared(tables).not_understood, other_methods())
     formats = {
         tensor.name: form
         for group in groups.values()
@@ -179,12 +179,12 @@ def advice_on(form: str) -> str:
 class _Naming:
     """Calls codes that are not read by the name of their method."""
 
-    def __init__(self, method: str, unread: str, others: Sequence[OtherMethod]) -> None:
-        """``unread``: what the config says that is not understood, as in ``Declared``."""
+    def __init__(self, method: str, unread: Sequence[str], others: Sequence[OtherMethod]) -> None:
+        """``unread``: what of the config is not understood, as in ``Declared``."""
         self._method, self._others = method, others
         self._named = [each for each in others if method.lower() in each.names]
-        self._unread = unread.partition(", which is not")[0]
-        alike = (each for each in others if any(word in unread for word in each.words))
+        self._unread = next(iter(unread), "")
+        alike = (each for each in others if any(word in self._unread for word in each.words))
         self._meant = next(alike, None)
 
     def form(self, group: Sequence[StoredTensor]) -> str:
