@@ -11,6 +11,8 @@ _NARROW_FLOATS = ("F4", "F6_", "F8_")
 class DType(StrEnum):
     bits: int
     torch_name: str | None
+    numpy_name: str
+    """"" where numpy has no such type."""
     is_mergeable: bool
     """Whether it is a plain floating point type, fit for arithmetic."""
     is_narrow_float: bool
@@ -22,6 +24,8 @@ class DType(StrEnum):
         member = str.__new__(cls, value)
         member._value_ = value
         member.bits, member.torch_name = bits, torch_name
+        is_numpy = bits >= 8 and value[1:] == str(bits)
+        member.numpy_name = f"<{value[0].lower()}{bits // 8}" if is_numpy else ""
         member.is_mergeable = value in _MERGEABLE
         member.is_narrow_float = value.startswith(_NARROW_FLOATS)
         return member

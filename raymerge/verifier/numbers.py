@@ -6,23 +6,19 @@ is shared."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.quantisation.encoding import Encoding, Format
+from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Encoding, Format
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.dtypes import DType
 
 Floats: TypeAlias = NDArray[np.float64]
 Bytes: TypeAlias = NDArray[np.uint8]
 
-_PLAIN: Mapping[DType, Any] = {DType.F16: "<f2", DType.F32: "<f4", DType.F64: "<f8"}
-WHOLE: Mapping[DType, Any] = {
-    dtype: f"<{dtype.value[0].lower()}{dtype.bits // 8}"
-    for dtype in (DType.I16, DType.U16, DType.I32, DType.U32, DType.I64, DType.U64)
-}
+WHOLE = frozenset({DType.I16, DType.U16, DType.I32, DType.U32, DType.I64, DType.U64})
 """Whole numbers, of which only tables that name experts are computed."""
 # Bits of the mantissa after its first, and the least exponent of a normal number.
 _PRECISION: Mapping[DType, tuple[int, int]] = {
@@ -42,12 +38,11 @@ def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats
         if dtype is DType.BF16:
             words = stored.view("<u2").astype(np.uint32) << np.uint32(16)
             return words.view(np.float32).astype(np.float64)
-        if dtype in WHOLE:
-            return np.asarray(stored.view(WHOLE[dtype]), dtype=np.float64)
-        if dtype not in _PLAIN:
+        if dtype not in WHOLE and dtype not in _PRECISION:
             raise ValueError(f"{dtype.value} holds no plain numbers")
-        numbers = stored.view(_PLAIN[dtype])
-        return np.asarray(numbers if exact else numbers.astype(np.float32), dtype=np.float64)
+        numbers = stored.view(dtype.numpy_name)
+        is_exact = exact or dtype in WHOLE
+        return np.asarray(numbers if is_exact else numbers.astype(np.float32), dtype=np.float64)
 
 
 def nearest_distance(dtype: DType, values: Floats) -> Floats:
@@ -68,7 +63,7 @@ _SCALE_PRECISION: Mapping[DType, tuple[int, int]] = {DType.F8_E4M3: (3, -6)}
 
 def scale_numbers(dtype: DType, stored: Bytes) -> Floats:
     """Stored scales as numbers; F8_E8M0 and U8 are exponents b, for 2 ** (b - 127)."""
-    if dtype in (DType.U8, DType.F8_E8M0):
+    if dtype in EXPONENTS:
         return np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int64) - 127))
     return _E4M3[stored] if dtype is DType.F8_E4M3 else plain_numbers(dtype, stored)
 

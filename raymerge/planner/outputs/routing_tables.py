@@ -52,8 +52,7 @@ def names_others(checkpoint: Checkpoint, table: StoredTensor, num_experts: int) 
 def _entries(checkpoint: Checkpoint, table: StoredTensor) -> npt.NDArray[np.integer]:
     with open_store(checkpoint.root) as store:
         data = store.read(table.key, table.offset, table.nbytes)
-    word = f"<{table.dtype.value[0].lower()}{table.dtype.bits // 8}"
-    return np.frombuffer(data, word).reshape(table.shape)
+    return np.frombuffer(data, table.dtype.numpy_name).reshape(table.shape)
 
 
 class RoutingTables:
