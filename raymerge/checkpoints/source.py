@@ -27,13 +27,12 @@ from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
 from raymerge.checkpoints.quantisation.int4 import read_shapes
 from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, as_table
-from raymerge.checkpoints.quantisation.nvfp4 import read_tensor_scales
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parent_and_name, shown
 from raymerge.storage.hub import unfetched_files
 from raymerge.storage.open import open_store
-from raymerge.storage.store import FileInfo, ReadStore
+from raymerge.storage.store import FileInfo, ReadStore, num_readers
 
 CONFIG_FILE = "config.json"
 _QUANTISATION_TABLES = ("quantization_config", "compression_config")
@@ -41,8 +40,6 @@ _QUANTISATION_TABLES = ("quantization_config", "compression_config")
 _Named = TypeVar("_Named", StoredTensor, TensorSpec)
 _RECORD_FILE = "raymerge/plan/manifest.json"
 # What a merge by raymerge leaves of its plan in the checkpoint that it made.
-_NUM_READERS = 8
-_NUM_FAR_READERS = 16
 _MEND = "Mend the file, or copy it again from the place the weights come from."
 _COMPARE_NBYTES = 4 * 2**20
 # At most 18 digits at a time: Python refuses to read a number of thousands, and a name may hold one.
@@ -129,8 +126,6 @@ class Checkpoint(Holding):
 
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Stored shapes of packed integers by tensor name, as far as read; empty where there are only headers."""
-    tensor_scales: Mapping[str, float] = field(default_factory=dict)
-    """Some of the stored scales of whole matrices; empty where there are only headers."""
     hf_quant_config: Mapping[str, Any] = field(default_factory=dict)
     """What ModelOpt's file beside the config holds; {} without one. Its table is in ``config`` too, if that
     has none of its own."""
@@ -192,8 +187,7 @@ def open_checkpoint(
         hf_quant_config = attempt(problems, lambda: _read_hf_quant_config(store, files)) or {}
         headers = () if weights is None else weights[0]
         tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
-        shapes = attempt(problems, lambda: read_shapes(store, tensors, _num_readers(store)))
-        scales = attempt(problems, lambda: read_tensor_scales(store, tensors, _num_readers(store))) or {}
+        shapes = attempt(problems, lambda: read_shapes(store, tensors))
     read = () if weights is None else (*(header.key for header in headers), *weights[2])
     present = {info.key: info.nbytes for info in files}
     beside, left_out = sort_files(present | {info.key: info.nbytes for info in others}, {CONFIG_FILE, *read})
@@ -213,7 +207,6 @@ def open_checkpoint(
         notes=weights[1],
         left_out=left_out,
         shapes=shapes,
-        tensor_scales=scales,
         hf_quant_config=hf_quant_config,
     )
 
@@ -306,7 +299,7 @@ def _read_weights(
 
     keys = frozenset(index.keys)
     # One after the other where they are pickled: torch keeps global state while it reads one.
-    with ThreadPoolExecutor(max_workers=1 if is_pickled else _num_readers(store)) as pool:
+    with ThreadPoolExecutor(max_workers=1 if is_pickled else num_readers(store)) as pool:
         results = list(pool.map(read, [info for info in files if info.key in keys]))
     for error in results:
         problems += error.problems if isinstance(error, CheckpointError) else ()
@@ -319,10 +312,6 @@ def _read_weights(
     if problems:
         raise CheckpointError(problems)
     return headers, (*index.notes, *notes), () if index.weight_map is None else (index.names.index,)
-
-
-def _num_readers(store: ReadStore) -> int:
-    return _NUM_FAR_READERS if store.is_far else _NUM_READERS
 
 
 def read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:

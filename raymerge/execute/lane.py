@@ -21,9 +21,9 @@ from raymerge.errors import IncompleteError
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import PlacedResults, rows_of_codes, scatter
 from raymerge.execute.encoding import Observed, TensorScale, coded_sum, encoded, observe, shared_scale
-from raymerge.execute.output import ComputePermit, Fill, NegativeScale, Output
+from raymerge.execute.non_finite import are_negative
+from raymerge.execute.output import ComputePermit, Fill, NotFinite, Output
 from raymerge.execute.reading import Load, LoadReader, Raw, RawCodes, RawInput, RawRows, ReadPlan, TileJob
-from raymerge.execute.stored_scales import are_negative
 from raymerge.execute.transfers import Arrival, HostTransfers
 from raymerge.merge_plan.expressions import Read
 from raymerge.merge_plan.jobs import Input, JobPart, OpJob
@@ -61,16 +61,11 @@ def _cut(data: torch.Tensor, offset: int, span: tuple[int, int]) -> torch.Tensor
 
 
 def _refuse_negative_scales(load: Load, raws: Sequence[Raw]) -> None:
-    """Raises NegativeScale: what is not finite shows in the numbers, but a wrong sign does not."""
+    """Raises NotFinite: what is not finite shows in the numbers, but a wrong sign does not."""
     for tile, raw in zip(load.tiles, raws, strict=True):
-        for each in raw:
-            if isinstance(each, RawCodes):
-                encoding = each.layout.encoding
-                whole = encoding.tensor_scale_dtype
-                if are_negative(encoding.scale_dtype, each.scales.numpy()) or (
-                    whole is not None and are_negative(whole, each.tensor_scale.numpy())
-                ):
-                    raise NegativeScale(tile.op)
+        codes = (each for each in raw if isinstance(each, RawCodes))
+        if any(are_negative(dtype, data.numpy()) for each in codes for dtype, data in each.all_scales):
+            raise NotFinite(tile.op)
 
 
 NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Finds NaN and infinity in stored bytes, and the source value that made them."""
+"""Finds NaN, infinity and negative scales in stored bytes, and the source value that made them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from raymerge.checkpoints.quantisation.encoding import EXPONENTS
 from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.decoding import numbers
 from raymerge.execute.reading import Load, Raw, RawCodes, RawInput, RawRows, TileJob
-from raymerge.execute.stored_scales import NOT_FINITE, scale_fault
 from raymerge.merge_plan.expressions import Read
 from raymerge.merge_plan.jobs import Input, OpJob
 
-# The exponent bits of each format; a value is not finite when all of them are set.
+NOT_FINITE, NEGATIVE = "NaN or infinity", "a negative scale"
+# The bits of each format that are all set where a value is not finite, and then alone.
 _EXPONENTS: dict[DType, tuple[type[np.unsignedinteger], int]] = {
+    DType.U8: (np.uint8, 0xFF),
+    DType.F8_E8M0: (np.uint8, 0xFF),
+    DType.F8_E4M3: (np.uint8, 0x7F),
     DType.F16: (np.uint16, 0x7C00),
     DType.BF16: (np.uint16, 0x7F80),
     DType.F32: (np.uint32, 0x7F800000),
@@ -31,6 +35,7 @@ _LANES = {
         for bits in (mask, 1, 1 << (8 * np.dtype(kind).itemsize - 1))
     )
     for dtype, (kind, mask) in _EXPONENTS.items()
+    if dtype.is_mergeable
 }
 """For every element of a word: the exponent bits, the lowest bit and the highest."""
 _CHUNK = 1 << 15
@@ -39,7 +44,7 @@ _CHUNK = 1 << 15
 
 def first_non_finite(data: npt.NDArray[np.uint8], dtype: DType) -> int | None:
     """Index of the first element that is NaN or infinite, or None."""
-    if dtype not in _EXPONENTS or not _has_any(data, dtype):
+    if dtype not in _LANES or not _has_any(data, dtype):
         return None
     kind, mask = _EXPONENTS[dtype]
     elements = data.view(kind)
@@ -66,7 +71,38 @@ def _has_any(data: npt.NDArray[np.uint8], dtype: DType) -> bool:
     return full or has_full(words, *_LANES[dtype])
 
 
-_FP8_NAN = 0x7F
+class Fault(NamedTuple):
+    place: int
+    words: str
+
+
+def scale_fault(dtype: DType, stored: npt.NDArray[np.uint8]) -> Fault | None:
+    """The first of some stored scales that is NaN, infinite or negative; None if all can be multiplied by."""
+    kind, mask = _EXPONENTS[dtype]
+    bits, sign = stored.view(kind), _sign(dtype)
+    is_negative = _first(bits > sign, NEGATIVE) if sign else None
+    return _first((bits & kind(mask)) == mask, NOT_FINITE) or is_negative
+
+
+def are_negative(dtype: DType, stored: npt.NDArray[np.uint8]) -> bool:
+    """Whether any of some stored scales is; the same for NaN with a sign. Takes no memory."""
+    sign = _sign(dtype)
+    return sign > 0 and stored.size > 0 and int(stored.view(_EXPONENTS[dtype][0]).max()) > sign
+
+
+def are_zeros(dtype: DType, stored: npt.NDArray[np.uint8]) -> bool:
+    """Whether all of some stored scales are 0, which exponents never are."""
+    kind, sign = _EXPONENTS[dtype][0], _sign(dtype)
+    return sign > 0 and not (stored.view(kind) & kind(sign - 1)).any()
+
+
+def _sign(dtype: DType) -> int:
+    """The bit of the sign, and 0 where there is none."""
+    return 0 if dtype in EXPONENTS else 1 << (dtype.bits - 1)
+
+
+def _first(is_so: npt.NDArray[np.bool_], words: str) -> Fault | None:
+    return Fault(int(is_so.argmax()), words) if is_so.any() else None
 
 
 class StoredByte(NamedTuple):
@@ -125,7 +161,7 @@ def _in_codes(tile: TileJob, raw: RawCodes) -> StoredByte | None:
         return None
     # Several codes may lie in one byte. In FP8 alone one of them may itself be no number.
     byte = first * source.dtype.bits // 8
-    is_nan = scales.encoding.format.is_fp8 and (int(raw.codes[byte]) & _FP8_NAN) == _FP8_NAN
+    is_nan = scales.encoding.format.is_fp8 and (int(raw.codes[byte]) & 0x7F) == 0x7F
     found = _at(source, tile.span(source)[0] + byte)
     return found if is_nan else found._replace(what="codes with scales that make numbers beyond float32")
 

@@ -68,15 +68,11 @@ class ComputePermit:
 
 
 class NotFinite(Exception):  # noqa: N818 - no error of the user's yet; who catches it finds the cause
-    """A finished op holds NaN or infinity."""
+    """A finished op holds NaN or infinity, or a scale of its inputs is negative."""
 
     def __init__(self, op: OpJob) -> None:
         super().__init__(op.tensor)
         self.op = op
-
-
-class NegativeScale(NotFinite):
-    """A scale of an op's input is negative or NaN."""
 
 
 @dataclass(frozen=True, slots=True)

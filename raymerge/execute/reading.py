@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from raymerge.deferred import torch
+from raymerge.dtypes import DType
 from raymerge.merge_plan import memory
 from raymerge.merge_plan.expressions import GatherInput, Read, Scales
 from raymerge.merge_plan.jobs import GatheredInput, OpJob, Taken
@@ -53,6 +54,12 @@ class RawCodes:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.codes, self.scales, self.tensor_scale, self.zero_points
+
+    @property
+    def all_scales(self) -> Iterator[tuple[DType, torch.Tensor]]:
+        encoding = self.layout.encoding
+        stored = (encoding.scale_dtype, self.scales), (encoding.tensor_scale_dtype, self.tensor_scale)
+        return ((dtype, data) for dtype, data in stored if dtype is not None)
 
     @property
     def count(self) -> int:

@@ -5,8 +5,8 @@ those of whole matrices first; workers find the rest where they read it, before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,71 +15,23 @@ from numpy.typing import NDArray
 from raymerge.architectures.rules import quantisation_tables
 from raymerge.checkpoints.quantisation.detect import is_activation_scale
 from raymerge.checkpoints.quantisation.encoding import Encoding, Made
+from raymerge.checkpoints.quantisation.nvfp4 import SPELL_RIGHT, other_spelling
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
+from raymerge.execute.non_finite import are_zeros, scale_fault
 from raymerge.merge_plan.expressions import LARGEST
 from raymerge.merge_plan.plan import Ints, Plan, RunReader, ints
 from raymerge.merge_plan.tables import read_scales
-from raymerge.storage.store import Range, ReadStore, coalesce
+from raymerge.storage.store import ReadStore, read_together
 
 Bytes: TypeAlias = NDArray[np.uint8]
 _MOST_BYTES = 256 << 20
 _MOST_REQUESTS = 1 << 15
 _MOST_FAR_REQUESTS = 256
 _LOOKED_AT: tuple[Made, ...] = ("tensor_scale", "scales")
-_GAP, _LIMIT = 64 << 10, 8 << 20
 _MOST_CODES = 64 << 10
 """Bytes of a matrix's codes that are read where all its scales are 0; others are left to workers."""
 _REPAIR = "Repair or replace that model; nothing was written."
-_WIDE: Mapping[DType, tuple[str, int]] = {
-    DType.F16: ("<u2", 0x7C00),
-    DType.BF16: ("<u2", 0x7F80),
-    DType.F32: ("<u4", 0x7F800000),
-}
-"""How to see the bits of floats, and those of the exponent."""
-
-
-NOT_FINITE, NEGATIVE = "NaN or infinity", "a negative scale"
-
-
-class Fault(NamedTuple):
-    place: int
-    words: str
-
-
-def scale_fault(dtype: DType, stored: Bytes) -> Fault | None:
-    """The first of some stored scales that is NaN, infinite or negative; None if all can be multiplied by."""
-    if dtype in (DType.U8, DType.F8_E8M0):
-        return _first(stored == 0xFF, NOT_FINITE)
-    if dtype is DType.F8_E4M3:
-        return _first((stored & 0x7F) == 0x7F, NOT_FINITE) or _first(stored > 0x80, NEGATIVE)
-    kind, exponent = _WIDE[dtype]
-    bits = stored.view(kind)
-    sign = 1 << (8 * bits.itemsize - 1)
-    return _first((bits & exponent) == exponent, NOT_FINITE) or _first(bits > sign, NEGATIVE)
-
-
-def are_negative(dtype: DType, stored: Bytes) -> bool:
-    """Whether any of some stored scales is; the same for NaN with a sign. Takes no memory."""
-    if not stored.size or dtype in (DType.U8, DType.F8_E8M0):
-        return False
-    if dtype is DType.F8_E4M3:
-        return int(stored.max()) > 0x80
-    bits = stored.view(_WIDE[dtype][0])
-    return int(bits.max()) > 1 << (8 * bits.itemsize - 1)
-
-
-def are_zeros(dtype: DType, stored: Bytes) -> bool:
-    """Whether all of some stored scales are 0, which exponents never are."""
-    if dtype in (DType.U8, DType.F8_E8M0):
-        return False
-    width = dtype.bits // 8
-    stored = stored.reshape(-1, width)
-    return not bool(stored[:, :-1].any()) and not bool((stored[:, -1] & 0x7F).any())
-
-
-def _first(is_so: NDArray[np.bool_], words: str) -> Fault | None:
-    return Fault(int(is_so.argmax()), words) if is_so.any() else None
 
 
 class _Stored(NamedTuple):
@@ -87,45 +39,65 @@ class _Stored(NamedTuple):
 
     source: int
     key: str
-    range: Range
+    offset: int
+    nbytes: int
     dtype: DType
     what: Made | None
     input: int
     encoding: Encoding | None
     """None where it is a scale of what the model computes, and none of codes."""
 
+    @property
+    def place(self) -> str:
+        return f"byte {self.offset} of {self.key}"
+
+    @property
+    def goes_with_others(self) -> bool:
+        """Whether it is the one scale of a matrix whose blocks have scales too."""
+        two = self.encoding is not None and self.encoding.format.has_two_scales
+        return two and self.what == "tensor_scale"
+
+    @property
+    def is_divisor(self) -> bool:
+        return self.encoding is not None and self.encoding.format.tensor_scale == "divisor"
+
 
 def scale_problems(plan: Plan, stores: Sequence[ReadStore], names: Sequence[str]) -> Iterator[Problem]:
     """What is wrong with stored scales, as far as they are read in a few seconds; of a tensor the first."""
     reported: set[str] = set()
+    of_matrices: dict[tuple[int, bool], dict[str, float]] = {}
     batches = _looked_at(plan, stores) if len(plan["scales"]) else ()
-    for batch in chain(batches, [_bounded(_of_activations(plan), stores)]):
-        for each, data in _read(batch, stores):
-            what = _wrong(each, data, plan, stores[each.source])
-            where = f"{names[each.source]}: {_tensor_of(plan, each.input)}" if what else ""
-            if what and where not in reported:
-                reported.add(where)
-                yield Problem(where, what, _REPAIR)
+    for each, data in _read(chain(batches, [_bounded(_of_activations(plan), stores)]), stores):
+        what = _wrong(each, data, plan, stores[each.source])
+        where = f"{names[each.source]}: {_tensor_of(plan, each.input)}" if what else ""
+        if what and where not in reported:
+            reported.add(where)
+            yield Problem(where, what, _REPAIR)
+        if each.goes_with_others and not what:
+            own = of_matrices.setdefault((each.source, each.is_divisor), {})
+            own[f"the scale at {each.place}"] = float(data.view("<f4")[0])
+    for (source, is_divisor), values in of_matrices.items():
+        if sentence := other_spelling(values, is_divisor=is_divisor):
+            yield Problem(names[source], sentence, SPELL_RIGHT)
 
 
 def _wrong(each: _Stored, data: Bytes, plan: Plan, store: ReadStore) -> str:
     """What is wrong with some scales, as a sentence; "" for nothing."""
     fault = scale_fault(each.dtype, data)
     if fault is not None:
-        byte = each.range.offset + each.dtype.nbytes(fault.place)
+        byte = each.offset + each.dtype.nbytes(fault.place)
         return f"the source holds {fault.words}, here first at byte {byte} of {each.key}."
     if not are_zeros(each.dtype, data):
         return ""
     if each.encoding is None:
-        return f"a scale of what the model computes is 0, at byte {each.range.offset} of {each.key}."
-    if each.encoding.format.has_two_scales and each.what == "tensor_scale":
-        return f"what all scales of its blocks go with is 0, at byte {each.range.offset} of {each.key}."
+        return f"a scale of what the model computes is 0, at {each.place}."
+    if each.goes_with_others:
+        return f"what all scales of its blocks go with is 0, at {each.place}."
     (row,) = plan["inputs"].slice(each.input, 1).to_pylist()
     codes = np.frombuffer(store.read(row["key"], row["offset"], min(row["nbytes"], _MOST_CODES)), np.uint8)
     if _mean_nothing(each.encoding, codes):
         return ""
-    first = f"byte {each.range.offset} of {each.key}"
-    return f"all scales of its codes are 0, from {first} on, and the codes are not."
+    return f"all scales of its codes are 0, from {each.place} on, and the codes are not."
 
 
 def _mean_nothing(encoding: Encoding, codes: Bytes) -> bool:
@@ -151,7 +123,7 @@ def _looked_at(plan: Plan, stores: Sequence[ReadStore]) -> Iterator[list[_Stored
 def _bounded(scales: Iterable[_Stored], stores: Sequence[ReadStore]) -> list[_Stored]:
     some, nbytes, far = list[_Stored](), 0, 0
     for each in scales:
-        nbytes, far = nbytes + each.range.nbytes, far + stores[each.source].is_far
+        nbytes, far = nbytes + each.nbytes, far + stores[each.source].is_far
         if nbytes > _MOST_BYTES or far > _MOST_FAR_REQUESTS or len(some) >= _MOST_REQUESTS:
             break
         some.append(each)
@@ -173,9 +145,9 @@ def _of_activations(plan: Plan) -> Iterator[_Stored]:
     for start, number in zip(first.tolist(), count.tolist(), strict=True):
         for place, row in enumerate(inputs.read(start, number), start):
             dtype, stored = DType(row.dtype), (row.source, row.key, row.offset)
-            if dtype in _WIDE and stored not in seen:
+            if dtype.is_mergeable and stored not in seen:
                 seen.add(stored)
-                yield _Stored(row.source, row.key, Range(row.offset, row.nbytes), dtype, None, place, None)
+                yield _Stored(row.source, row.key, row.offset, row.nbytes, dtype, None, place, None)
 
 
 def _of_inputs(plan: Plan, inputs: Ints, what: Made) -> Iterator[_Stored]:
@@ -186,23 +158,23 @@ def _of_inputs(plan: Plan, inputs: Ints, what: Made) -> Iterator[_Stored]:
     named = ints(plan["scales"], "encoding")[own]
     for place in np.flatnonzero(has[named]).tolist():
         scales, dtype = read_scales(rows.row(int(own[place])), encodings), dtypes[named[place]]
-        key, run = scales.key, Range(scales.offset, scales.nbytes)
+        stored = scales.key, scales.offset, scales.nbytes
         if what == "tensor_scale":
-            key, run = scales.tensor_key, Range(scales.tensor_offset, scales.tensor_nbytes)
-        if dtype is not None and key:
-            yield _Stored(int(source[place]), key, run, dtype, what, int(inputs[place]), scales.encoding)
+            stored = scales.tensor_key, scales.tensor_offset, scales.tensor_nbytes
+        if dtype is not None and stored[0]:
+            yield _Stored(int(source[place]), *stored, dtype, what, int(inputs[place]), scales.encoding)
 
 
-def _read(batch: Sequence[_Stored], stores: Sequence[ReadStore]) -> Iterator[tuple[_Stored, Bytes]]:
-    """Scales with their bytes; those that lie near each other by one request."""
-    ordered = sorted(batch, key=lambda each: (each.source, each.key))
-    for (source, key), group in groupby(ordered, key=lambda each: (each.source, each.key)):
-        members = list(group)
-        for extent in coalesce([each.range for each in members], gap=_GAP, limit=_LIMIT):
-            data = np.frombuffer(stores[source].read(key, extent.offset, extent.nbytes), np.uint8)
-            for member in extent.members:
-                begin = members[member].range.offset - extent.offset
-                yield members[member], data[begin : begin + members[member].range.nbytes]
+def _read(
+    batches: Iterable[Sequence[_Stored]], stores: Sequence[ReadStore]
+) -> Iterator[tuple[_Stored, Bytes]]:
+    """Scales with their bytes, each batch by source."""
+    for batch in batches:
+        for source, store in enumerate(stores):
+            own = [each for each in batch if each.source == source]
+            # One request at a time: together they may take more memory than the driver is to have.
+            for each, data in read_together(store, own, readers=1):
+                yield each, np.frombuffer(data, np.uint8)
 
 
 def _tensor_of(plan: Plan, number: int) -> str:

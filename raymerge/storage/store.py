@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from raymerge.storage.local.mapping import PageMaps
 
@@ -185,3 +186,53 @@ def coalesce(ranges: Sequence[Range], *, gap: int, limit: int) -> tuple[Extent, 
         members.append(position)
         end = reach
     return (*extents, Extent(start, end - start, tuple(members))) if members else ()
+
+
+class InFile(Protocol):
+    """Something small that lies in a file."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+_InFile = TypeVar("_InFile", bound=InFile)
+_GAP, _LIMIT = 64 << 10, 1 << 20
+"""Bytes between what is one request, and of all that is."""
+
+
+def num_readers(store: ReadStore) -> int:
+    """Requests to make at a time."""
+    return 16 if store.is_far else 8
+
+
+def read_together(
+    store: ReadStore, stored: Sequence[_InFile], *, readers: int, most: int | None = None
+) -> Iterator[tuple[_InFile, memoryview]]:
+    """Each with its bytes, file by file. What lies near each other is one request; ``readers`` are made at a
+    time, and at most ``most`` in all."""
+    by_key: dict[str, list[_InFile]] = {}
+    for each in stored:
+        by_key.setdefault(each.key, []).append(each)
+    requests = [
+        (extent, [own[member] for member in extent.members])
+        for own in by_key.values()
+        for extent in coalesce([Range(each.offset, each.nbytes) for each in own], gap=_GAP, limit=_LIMIT)
+    ][:most]
+
+    def read(request: tuple[Extent, Sequence[_InFile]]) -> memoryview:
+        extent, members = request
+        return memoryview(store.read(members[0].key, extent.offset, extent.nbytes))
+
+    with ThreadPoolExecutor(readers) as pool:
+        for first in range(0, len(requests), readers):
+            some = requests[first : first + readers]
+            for (extent, members), data in zip(some, pool.map(read, some), strict=True):
+                for each in members:
+                    begin = each.offset - extent.offset
+                    yield each, data[begin : begin + each.nbytes]

@@ -12,13 +12,14 @@ import xxhash
 from raymerge.architectures.rules import rules_of
 from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD, RECORD_DIRECTORY, holds_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
+from raymerge.checkpoints.quantisation.nvfp4 import SPELL_RIGHT
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.tables import Plan, index_bytes, load_plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.consistency import config_problems
-from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text
+from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text, misspelt, scale_values
 from raymerge.planner.inputs.sources import collector_paused
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.file_rules import EXPORT, HIDDEN
@@ -93,11 +94,16 @@ def verify_structure(place: Path | str) -> Verdict:
 
 
 def _misread(checkpoint: Checkpoint, plan: Plan | None) -> tuple[Sequence[Problem], tuple[str, ...]]:
-    """What servers read otherwise than it is, since they take one scale for several matrices: problems, and
-    notes where a merge copied all of it unchanged. Raises CheckpointError: a scale cannot be read."""
+    """What servers read otherwise than it is: scales of the other spelling, and those of several matrices of
+    which they take one. Problems, and notes where a merge copied all of it unchanged. Raises CheckpointError:
+    a scale cannot be read."""
     matrices = joined_scales(checkpoint.tensors, rules_of(checkpoint.config))
     with open_store(checkpoint.root) as store:
-        factors = list(misread(store, matrices))
+        values = scale_values(store, matrices)
+    problems = [Problem(checkpoint.name, each, SPELL_RIGHT) for each in misspelt(matrices, values)]
+    if problems:
+        return problems, ()
+    factors = misread(matrices, values)
     lines = () if plan is None or not factors else tensor_lines(plan)
     copied = frozenset(line.name for line in lines if line.disposition == Use.COPIED)
     unchanged = [each for each in factors if copied.issuperset(each)]

@@ -379,9 +379,18 @@ MUTATIONS = (
         "\n        return torch.stack",
         CODECS,
     ),
-    Mutation("execute/stored_scales.py", "_first(bits > sign, NEGATIVE)", "None", HOSTILE),
+    Mutation("execute/non_finite.py", "_first(bits > sign, NEGATIVE) if sign else None", "None", HOSTILE),
     Mutation("execute/stored_scales.py", "(each.is_copy and is_quantised)", "False", HOSTILE),
-    Mutation("execute/stored_scales.py", "each.encoding.format.has_two_scales and", "False and", HOSTILE),
+    Mutation("execute/stored_scales.py", "two and self.what == ", "False and self.what == ", HOSTILE),
+    Mutation(
+        "execute/non_finite.py", "int(stored.view(_EXPONENTS[dtype][0]).max()) > sign", "False", HOSTILE
+    ),
+    Mutation(
+        "checkpoints/quantisation/nvfp4.py",
+        "0 < scale < 1 if is_divisor",
+        "0 < scale < 1 if not is_divisor",
+        f"{HOSTILE} {SCALES}",
+    ),
     Mutation(
         "checkpoints/quantisation/fp8.py",
         "power_of_two_above(scales) if quant_spec.power_of_two else scales",

@@ -31,6 +31,7 @@ from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_WHOLE = (".weight_scale_2", ".weight_global_scale")
 _VALUES = {"NaN": float("nan"), "infinite": float("inf"), "negative": -0.5, "0": 0.0}
 
 
@@ -93,6 +94,32 @@ def test_scales_are_looked_at_before_anything_is_written(kind: str, tmp_path: Pa
             assert problem.where.startswith(f"b: {weight.codes}")
             assert word in problem.what or (word == "infinite" and "NaN" in problem.what)
             assert "of model.safetensors" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "words"),
+    [
+        ("NVFP4 of ModelOpt", [1e-4, 5376.0, 2688.0], "most scales of whole matrices look like divisors"),
+        ("NVFP4 of ModelOpt", [5376.0, 2e-4, 1e-4], None),
+        ("NVFP4", [5376.0, 2e-4, 1e-4], "most scales of whole matrices look like factors"),
+        ("NVFP4", [5376.0, 1e-4], None),
+    ],
+)
+def test_scales_of_the_other_spelling_are_refused(
+    kind: str, scales: Sequence[float], words: str | None, tmp_path: Path
+) -> None:
+    """A divisor that is taken for a factor would make numbers millions of times too large."""
+    specs, table, (_, shape, _) = GOOD[kind]
+    root = _written(tmp_path / "a", specs, table, shape)
+    tensors = _copies(root / "model.safetensors")
+    for number, scale in enumerate(scales):
+        whole = {name: torch.full_like(t, scale) for name, t in tensors.items() if name.endswith(_WHOLE)}
+        layer = {**{name: t for name, t in tensors.items() if name in specs}, **whole}
+        tensors |= {name.replace("layers.0", f"layers.{number}"): t.clone() for name, t in layer.items()}
+    save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+    problems = _problems(plan(mean_of(root, root)).require(), [root])
+    assert len(problems) == (1 if words else 0)
+    assert all(words and words in each.what and each.where == "a" for each in problems), problems
 
 
 @pytest.mark.parametrize("value", [float("nan"), -0.5])

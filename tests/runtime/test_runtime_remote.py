@@ -21,6 +21,7 @@ from kits.marks import slow_but
 from kits.merge_cases import INLINE, NOT_REPRODUCED, Family, digests, make_family, merge, recipes
 from kits.quantised_merges import MAKERS
 from kits.s3_server import ENVIRONMENT, MotoServer, S3Server
+from kits.tensor_scaled_models import nvfp4_mixture
 
 from raymerge.api import extract_lora, plan, submit, verify
 from raymerge.errors import (
@@ -125,6 +126,15 @@ def test_an_output_is_that_of_a_local_run_and_its_index_comes_last(
     everything = b"".join(s3.objects("out/").values())
     for secret in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
         assert ENVIRONMENT[secret].encode() not in everything
+
+
+def test_verify_reads_scales_of_whole_matrices_by_one_request_a_file(s3: S3Server, tmp_path: Path) -> None:
+    model = nvfp4_mixture(tmp_path / "model", 0)
+    place = s3.upload(model.root, "out")
+    s3.calm()
+    verify(place)
+    # The other one is for the header.
+    assert len(s3.asked("GET", ".safetensors")) == 2 * len(list(model.root.glob("*.safetensors")))
 
 
 @pytest.mark.slow

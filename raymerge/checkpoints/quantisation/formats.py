@@ -4,8 +4,7 @@ A new format is a file beside this, and a line here (or in ``compressed_tensors`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raymerge.checkpoints.quantisation.block_codec import Codec
@@ -15,9 +14,7 @@ from raymerge.checkpoints.quantisation.detect import QuantisedWeights, QuantMeth
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
 from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, MODELOPT, NVIDIA_FP8, contradiction
 from raymerge.checkpoints.quantisation.mxfp4 import GPT_OSS
-from raymerge.checkpoints.quantisation.nvfp4 import other_spelling
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.errors import Problem
 
 _MEND_BOTH = "Mend the one that is wrong, or take both files from the place the weights come from."
 _METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, NVIDIA_FP8, GPT_OSS, MODELOPT)
@@ -81,20 +78,4 @@ def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> QuantisedWe
     table = next((each for each in tables[:1] if isinstance(each, Mapping)), {})
     if sentence := contradiction(table, checkpoint.hf_quant_config):
         search.report(HF_QUANT_CONFIG, f"{HF_QUANT_CONFIG} {sentence}.", _MEND_BOTH)
-    weights = search.run(_METHODS)
-    faults = tuple(_swapped_scales(checkpoint, weights))
-    return replace(weights, faults=(*weights.faults, *faults)) if faults else weights
-
-
-def _swapped_scales(checkpoint: Checkpoint, weights: QuantisedWeights) -> Iterator[Problem]:
-    by_format: dict[Format, list[str]] = {}
-    for name in checkpoint.tensor_scales:
-        if name in weights.members:
-            by_format.setdefault(weights.tensors[weights.members[name]].quant_spec.format, []).append(name)
-    for form, names in by_format.items():
-        looks = other_spelling(form, [checkpoint.tensor_scales[name] for name in names])
-        if looks is not None:
-            scale = checkpoint.tensor_scales[names[0]]
-            what = f"{names[0]} is {scale:g}, and most scales by this name look like {looks}."
-            remedy = "Store one over each of them, or use the checkpoint as its quantiser wrote it."
-            yield Problem(checkpoint.name, what, remedy)
+    return search.run(_METHODS)

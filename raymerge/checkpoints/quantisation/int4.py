@@ -6,9 +6,9 @@ rows: eight rows to an I32, one for each group."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
 from raymerge.checkpoints.quantisation.encoding import ANY, FLOATS, WHOLE, Format, QuantSpec, Reference
 from raymerge.checkpoints.quantisation.zero_points import ZeroPointCodec
 from raymerge.dtypes import DType
-from raymerge.storage.store import ReadStore
+from raymerge.storage.store import ReadStore, num_readers, read_together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,31 +65,26 @@ def group_scheme(weights: GroupWeights) -> Scheme | None:
     return Scheme(form, (1, WHOLE)) if weights.strategy == "channel" else None
 
 
-_RUN_NBYTES = 64 << 10
 _MOST_CHECKS = 64
 """Requests for shapes that are implied anyway and only checked."""
 
 
-def read_shapes(
-    store: ReadStore, tensors: Mapping[str, StoredTensor], readers: int
-) -> dict[str, tuple[int, int]]:
-    """The stored shapes of packed integers, except those of 0; ``readers`` requests are made at a time.
+def read_shapes(store: ReadStore, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, int]]:
+    """The stored shapes of packed integers, except those of 0.
 
     Reads all that determine the number of columns, and few of the others: I32 shapes lie between matrices,
     and a large model has tens of thousands."""
-    shapes = [
-        tensor
-        for name, tensor in tensors.items()
-        if name.endswith(SHAPE_ENDING) and tensor.dtype in (DType.I32, DType.I64) and tensor.shape == (2,)
-    ]
-    shapes.sort(key=lambda tensor: (tensor.key, tensor.offset))
-    is_open = [_is_open(tensors, tensor.name.removesuffix(SHAPE_ENDING)) for tensor in shapes]
-    needed = [tensor for tensor, each in zip(shapes, is_open, strict=True) if each]
-    others = [tensor for tensor, each in zip(shapes, is_open, strict=True) if not each]
-    runs = [*_runs(needed), *list(_runs(others))[:_MOST_CHECKS]]
-    with ThreadPoolExecutor(max_workers=readers) as pool:
-        read_runs = pool.map(lambda run: _read_run(store, run), runs)
-        return {name: shape for each in read_runs for name, shape in each if any(shape)}
+    needed, others = list[StoredTensor](), list[StoredTensor]()
+    for name, tensor in tensors.items():
+        if name.endswith(SHAPE_ENDING) and tensor.dtype in (DType.I32, DType.I64) and tensor.shape == (2,):
+            (needed if _is_open(tensors, name.removesuffix(SHAPE_ENDING)) else others).append(tensor)
+    readers = num_readers(store)
+    stored = chain(
+        read_together(store, needed, readers=readers),
+        read_together(store, others, readers=readers, most=_MOST_CHECKS),
+    )
+    shapes = ((tensor.name, np.frombuffer(data, tensor.dtype.numpy_name).tolist()) for tensor, data in stored)
+    return {name: (rows, columns) for name, (rows, columns) in shapes if rows or columns}
 
 
 def _is_open(tensors: Mapping[str, StoredTensor], module: str) -> bool:
@@ -101,32 +96,6 @@ def _is_open(tensors: Mapping[str, StoredTensor], module: str) -> bool:
         return False
     per_element, groups = codes.dtype.bits // 4, scales.shape[-1]
     return groups < per_element or codes.shape[-1] * per_element % groups != 0
-
-
-def _read_run(store: ReadStore, run: Sequence[StoredTensor]) -> list[tuple[str, tuple[int, int]]]:
-    shapes = []
-    first, last = run[0], run[-1]
-    content = store.read(first.key, first.offset, last.offset + last.nbytes - first.offset)
-    for tensor in run:
-        begin, size = tensor.offset - first.offset, tensor.nbytes // 2
-        pair = (content[begin : begin + size], content[begin + size : begin + 2 * size])
-        rows, columns = (int.from_bytes(each, "little", signed=True) for each in pair)
-        shapes.append((tensor.name, (rows, columns)))
-    return shapes
-
-
-def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
-    run: list[StoredTensor] = []
-    for tensor in tensors:
-        is_near = run and run[-1].key == tensor.key
-        if is_near and tensor.offset + tensor.nbytes - run[0].offset <= _RUN_NBYTES:
-            run.append(tensor)
-            continue
-        if run:
-            yield run
-        run = [tensor]
-    if run:
-        yield run
 
 
 # Arithmetic

@@ -10,13 +10,10 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
@@ -28,7 +25,6 @@ from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, Reference
 from raymerge.checkpoints.quantisation.mxfp4 import E2M1_IN_LOOPS, E2M1_IN_TORCH, E2M1_NUMBERS, LARGEST_E2M1
 from raymerge.dtypes import DType
-from raymerge.storage.store import ReadStore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,32 +49,22 @@ NVFP4_MODELOPT = replace(
 )
 
 
-_MOST_READ = 64
-"""Scales of whole matrices that are read before a merge, each by a request of its own."""
-
-
-def read_tensor_scales(
-    store: ReadStore, tensors: Mapping[str, StoredTensor], readers: int
-) -> dict[str, float]:
-    """Some of the scales of whole matrices, of all parts of a checkpoint."""
-    endings = tuple(f".weight{form.parts['tensor_scale']}" for form in (NVFP4, NVFP4_MODELOPT))
-    scales = [each for name, each in tensors.items() if name.endswith(endings)]
-    scales = [each for each in scales if each.dtype is DType.F32 and each.num_elements == 1]
-    some = scales[:: -(-len(scales) // _MOST_READ) or 1]
-    with ThreadPoolExecutor(max_workers=readers) as pool:
-        stored = list(pool.map(lambda each: store.read(each.key, each.offset, each.nbytes), some))
-    return {each.name: struct.unpack("<f", raw)[0] for each, raw in zip(some, stored, strict=True)}
-
-
-def other_spelling(form: Format, scales: Sequence[float]) -> str | None:
-    """What scales of whole matrices look like, if most are what the other spelling has; else None.
+def other_spelling(scales: Mapping[str, float], *, is_divisor: bool) -> str:
+    """A sentence where most scales of whole matrices, by what to call them, are what the other spelling has;
+    else "".
 
     A matrix whose largest number is 2688 or more is no weight that was trained."""
-    is_factor = form.tensor_scale == "factor"
-    are_other = [each >= 1 if is_factor else 0 < each < 1 for each in scales]
-    if sum(are_other) * 2 <= len(scales):
-        return None
-    return "divisors, as compressed-tensors stores them" if is_factor else "factors, as ModelOpt stores them"
+    others = [name for name, scale in scales.items() if (0 < scale < 1 if is_divisor else scale >= 1)]
+    if len(others) * 2 <= len(scales):
+        return ""
+    looks = (
+        "factors, as ModelOpt stores them" if is_divisor else "divisors, as compressed-tensors stores them"
+    )
+    return f"{others[0]} is {scales[others[0]]:g}, and most scales of whole matrices look like {looks}."
+
+
+SPELL_RIGHT = "Store one over each of them, or use the checkpoint as its quantiser wrote it."
+"""Remedy for ``other_spelling``."""
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:

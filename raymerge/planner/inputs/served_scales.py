@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raymerge.architectures.roles import EXPERT_NUMBER, JoinedMatrix, joined_matrix
 from raymerge.architectures.rules import Rules
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.formats import formats
+from raymerge.checkpoints.quantisation.nvfp4 import other_spelling
 from raymerge.dtypes import DType
-from raymerge.storage.store import ReadStore
+from raymerge.storage.store import ReadStore, num_readers, read_together
 
 _WEIGHT = ".weight"
-_NUM_READERS = 8
-_NUM_FAR_READERS = 16
-_BATCH = 64
-"""Joined matrices that a thread reads the scales of before it takes others."""
+ScaleValues: TypeAlias = Mapping[str, NDArray[np.float64]]
+"""Numbers of the scales of whole matrices, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,9 @@ class JoinedScales:
     scales: tuple[StoredTensor, ...]
     """In the order in which their matrices are joined."""
 
-    def factors(self, store: ReadStore) -> Mapping[str, float]:
+    def factors(self, values: ScaleValues) -> Mapping[str, float]:
         """How many times as large as they are servers take the numbers of each part, by its scale's name."""
-        read = (store.read(each.key, each.offset, each.nbytes) for each in self.scales)
-        own = np.stack([np.frombuffer(each, "<f4") for each in read]).astype(np.float64)
+        own = np.stack([values[each.name] for each in self.scales])
         taken = own[0] if self.is_expert else own.max(axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
             times = np.where(own == taken, 1.0, own / taken if self.is_divisor else taken / own)
@@ -71,16 +70,25 @@ def joined_scales(stored: Mapping[str, StoredTensor], rules: Rules) -> tuple[Joi
     )
 
 
-def misread(store: ReadStore, matrices: Sequence[JoinedScales]) -> Iterator[Mapping[str, float]]:
-    """The factors of the matrices that have other than 1. Raises CheckpointError: a scale cannot be read."""
+def scale_values(store: ReadStore, matrices: Sequence[JoinedScales]) -> ScaleValues:
+    """Raises CheckpointError: a scale cannot be read."""
+    scales = [scale for each in matrices for scale in each.scales]
+    stored = read_together(store, scales, readers=num_readers(store))
+    return {scale.name: np.frombuffer(data, "<f4").astype(np.float64) for scale, data in stored}
 
-    def factors(several: Sequence[JoinedScales]) -> list[Mapping[str, float]]:
-        return [each.factors(store) for each in several]
 
-    with ThreadPoolExecutor(_NUM_FAR_READERS if store.is_far else _NUM_READERS) as pool:
-        batches = [matrices[first : first + _BATCH] for first in range(0, len(matrices), _BATCH)]
-        for several in pool.map(factors, batches):
-            yield from (each for each in several if any(times != 1 for times in each.values()))
+def misread(matrices: Sequence[JoinedScales], values: ScaleValues) -> list[Mapping[str, float]]:
+    """The factors of the matrices that have other than 1."""
+    factors = (each.factors(values) for each in matrices)
+    return [each for each in factors if any(times != 1 for times in each.values())]
+
+
+def misspelt(matrices: Sequence[JoinedScales], values: ScaleValues) -> Iterator[str]:
+    """A sentence for each spelling whose scales look like those of the other."""
+    for is_divisor in (False, True):
+        own = [scale.name for each in matrices if each.is_divisor is is_divisor for scale in each.scales]
+        if sentence := other_spelling({name: values[name][0] for name in own}, is_divisor=is_divisor):
+            yield sentence
 
 
 def misread_text(matrices: Sequence[Mapping[str, float]]) -> str:

@@ -218,9 +218,7 @@ def _disagreements(
 ) -> Iterator[Problem]:
     tensors = in_natural_order(tensor for key, layout in shards for tensor in layout.stored(key))
     yield from config_problems(
-        replace(
-            donor.checkpoint, config=config, tensors=tensors, shapes={}, tensor_scales={}, hf_quant_config={}
-        )
+        replace(donor.checkpoint, config=config, tensors=tensors, shapes={}, hf_quant_config={})
     )
 
 

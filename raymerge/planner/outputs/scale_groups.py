@@ -16,7 +16,7 @@ from raymerge.architectures.roles import JoinedMatrix, joined_matrix
 from raymerge.architectures.rules import Rules
 from raymerge.checkpoints.quantisation.encoding import Encoding, encoding_of
 from raymerge.merge_plan.expressions import Output
-from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text
+from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text, scale_values
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.storage.open import open_store
@@ -96,7 +96,7 @@ def _unequal(source: Source, num_copied: int) -> Iterator[str]:
         return
     some = matrices[:: -(-len(matrices) // _MOST_LOOKED_AT)]
     with open_store(source.checkpoint.root) as store:
-        factors = list(misread(store, some))
+        factors = misread(some, scale_values(store, some))
     if not factors:
         return
     stays = f", and {num_copied} times they are copied unchanged and stay so" if num_copied else ""
