@@ -23,7 +23,7 @@ from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.check_ops import Check, check_ops, check_scales
 from raymerge.merge_plan.memory import expression_passes, project
 from raymerge.merge_plan.plan import SCHEMAS, Plan
-from raymerge.planner.inputs.quantised import other_methods, quantised_formats
+from raymerge.planner.inputs.quantised import quantised_formats
 from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint, quantised_groups
 from raymerge.recipes.entry import ModelReference
@@ -241,12 +241,6 @@ def test_a_config_that_is_not_understood_refuses_numbers_and_not_copies(kind: st
     made = good(one(a))
     assert made.method(next(iter(_in_q(extra)))) == "copy"
     assert made.config["quantization_config"] == table
-
-
-def test_the_page_on_conversions_lists_every_format_that_is_only_copied() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "convert.md").read_text()
-    listed = [line for line in page.splitlines() if line.startswith("| ")][1:]
-    assert listed == [f"| {each.title} | {each.advice} |" for each in other_methods()]
 
 
 def test_what_a_name_alone_calls_codes_is_refused(tmp_path: Path) -> None:
