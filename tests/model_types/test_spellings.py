@@ -4,6 +4,7 @@ transformers is the judge: it writes both, and reads the merged model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,12 @@ SPELT_TWICE = (
     "qwen2_audio",
 )
 CASES = [(name, is_published) for name in SPELT_TWICE for is_published in (True, False)]
+
+
+def test_the_page_lists_the_families_that_are_tried_here() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
+    table = page.partition("## Two spellings")[2].partition("## Loaders")[0].split("|---|")[1]
+    assert set(re.findall(r"`(\w+)`", table.partition("\n\n")[0])) == set(SPELT_TWICE)
 
 
 def _save(model: Any, root: Path, *, published: bool) -> Path:
