@@ -68,7 +68,7 @@ METHOD = QuantMethod(
     "toy",
     {TOY: _Toy()},
     read_table=lambda _: Declared("toy", (Scheme(TOY, None),)),
-    are_codes=lambda tensor: tensor.dtype is DType.I8,
+    are_codes=lambda tensor, _: tensor.dtype is DType.I8,
     add=_add,
     codes_of=lambda scale: (scale.name.removesuffix("_scale"),) if scale.name.endswith("_scale") else (),
 )

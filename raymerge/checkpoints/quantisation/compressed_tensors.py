@@ -212,8 +212,11 @@ def _all_below(module: str) -> str:
 # Detection
 
 
-def _are_codes(tensor: StoredTensor) -> bool:
-    return tensor.name.endswith(_PACKED) or (tensor.dtype is DType.I8 and tensor.name.endswith(_WEIGHT))
+def _are_codes(tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> bool:
+    if tensor.dtype is not DType.I8 or not tensor.name.endswith(_WEIGHT):
+        return tensor.name.endswith(_PACKED)
+    # Scales by this name are those of DeepSeek-V4's experts.
+    return f"{tensor.name.removesuffix(_WEIGHT)}.scale" not in stored
 
 
 def _add(search: Search, codes: StoredTensor) -> None:
@@ -228,8 +231,6 @@ def _add_bytes(search: Search, codes: StoredTensor) -> None:
     module = codes.name.removesuffix(_WEIGHT)
     is_declared = any(each.format.code_dtype is DType.I8 for each in search.declared_of(module).schemes)
     if not is_declared and f"{module}{_SCALE}" not in search.stored:
-        if not search.declared.method:
-            mxfp4.add_bytes(search, codes)
         return
     scales = search.partner(codes, [f"{module}{_SCALE}"])
     if scales is None:

@@ -72,13 +72,15 @@ class QuantMethod:
     name: str
     formats: Mapping[Format, Codec]
     """The formats that are this method's, with what computes them."""
-    read_table: Callable[[Mapping[str, Any]], Declared]
-    are_codes: Callable[[StoredTensor], bool]
-    """Whether a stored tensor is codes, by its name and dtype; the first method that says so has it."""
+    are_codes: Callable[[StoredTensor, Mapping[str, StoredTensor]], bool]
+    """Whether one of the stored tensors is codes, by its name, its dtype and what lies beside it; the first
+    method that says so has it."""
     add: Callable[[Search, StoredTensor], None]
     """Adds what codes belong to, or reports why that cannot be read."""
     codes_of: Callable[[StoredTensor], Sequence[str]]
     """Names of codes that a tensor is the scale of by its name; none where plain tensors are called so."""
+    read_table: Callable[[Mapping[str, Any]], Declared] = lambda _: Declared()
+    """Parses the method's table; of methods with one name the first has it."""
     fresh_table: FreshTable = lambda _, __: None
     """The table for modules that are stored so and a ``kv_cache_scheme``; None where it cannot say all."""
     without_modules: WithoutModules = lambda table, _, __: dict(table)
@@ -145,7 +147,7 @@ class Search:
             for tensor in self.stored.values():
                 if tensor.dtype in _NUMBERS and not tensor.name.endswith("_packed"):
                     continue
-                method = next((each for each in methods if each.are_codes(tensor)), None)
+                method = next((each for each in methods if each.are_codes(tensor, self.stored)), None)
                 if method is not None:
                     method.add(self, tensor)
             self._report_lone_scales(methods)

@@ -13,11 +13,11 @@ from raymerge.checkpoints.quantisation.config import Declared, brief
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights, QuantMethod, Search
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
 from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, MODELOPT, NVIDIA_FP8, contradiction
-from raymerge.checkpoints.quantisation.mxfp4 import GPT_OSS
+from raymerge.checkpoints.quantisation.mxfp4 import DEEPSEEK_V4, GPT_OSS
 from raymerge.checkpoints.source import Checkpoint
 
 _MEND_BOTH = "Mend the one that is wrong, or take both files from the place the weights come from."
-_METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, NVIDIA_FP8, GPT_OSS, MODELOPT)
+_METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, NVIDIA_FP8, DEEPSEEK_V4, GPT_OSS, MODELOPT)
 
 
 def formats() -> Mapping[Format, Codec]:

@@ -201,15 +201,11 @@ def group_scheme(weights: GroupWeights) -> Scheme | None:
 Blocks: TypeAlias = tuple[Format, tuple[int, int]]
 
 
-def _are_codes(tensor: StoredTensor) -> bool:
-    is_fp8 = tensor.dtype is DType.F8_E4M3 and not tensor.name.endswith(SCALE_ENDINGS)
-    return is_fp8 or mxfp4.are_bytes(tensor)
+def _are_codes(tensor: StoredTensor, _: Mapping[str, StoredTensor]) -> bool:
+    return tensor.dtype is DType.F8_E4M3 and not tensor.name.endswith(SCALE_ENDINGS)
 
 
 def _add(search: Search, codes: StoredTensor) -> None:
-    if mxfp4.are_bytes(codes):
-        mxfp4.add_bytes(search, codes)
-        return
     name = codes.name
     module = name.removesuffix(".weight")
     if f"{module}.qscale_weight" in search.stored:
@@ -343,7 +339,7 @@ class Fp8(Codec):
 
 FP8 = QuantMethod(
     "fp8",
-    {**dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8), Fp8()), mxfp4.MXFP4_BYTES: mxfp4.Mxfp4()},
+    dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8), Fp8()),
     read_table=_read_table,
     are_codes=_are_codes,
     add=_add,

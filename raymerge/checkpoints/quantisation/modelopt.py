@@ -259,7 +259,7 @@ def _entries_of(modules: Collection[str]) -> frozenset[str]:
 # Detection
 
 
-def _are_codes(tensor: StoredTensor) -> bool:
+def _are_codes(tensor: StoredTensor, _: Mapping[str, StoredTensor]) -> bool:
     return tensor.dtype is DType.U8 and tensor.name.endswith(".weight")
 
 

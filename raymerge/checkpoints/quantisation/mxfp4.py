@@ -100,7 +100,7 @@ def group_scheme(weights: GroupWeights) -> Scheme | None:
     return Scheme(MXFP4_ROWS, None) if weights.kind == ("float", 4) and weights.group == 32 else None
 
 
-def _are_codes(tensor: StoredTensor) -> bool:
+def _are_codes(tensor: StoredTensor, _: Mapping[str, StoredTensor]) -> bool:
     return tensor.dtype is DType.U8 and tensor.name.endswith("_blocks") and tensor.shape[-1:] == (16,)
 
 
@@ -116,11 +116,11 @@ def _add(search: Search, codes: StoredTensor) -> None:
     search.add(name, codes, scales, (), (MXFP4, (1, 32), shape))
 
 
-def are_bytes(tensor: StoredTensor) -> bool:
+def _are_bytes(tensor: StoredTensor, _: Mapping[str, StoredTensor]) -> bool:
     return tensor.dtype is DType.I8 and tensor.name.endswith(".weight")
 
 
-def add_bytes(search: Search, codes: StoredTensor) -> None:
+def _add_bytes(search: Search, codes: StoredTensor) -> None:
     """Add DeepSeek-V4's codes; other bytes without such scales are of a format that is not read."""
     module = codes.name.removesuffix(".weight")
     name = f"{module}.scale"
@@ -196,3 +196,7 @@ GPT_OSS = QuantMethod(
     codes_of=_codes_of,
     fresh_table=_fresh_table,
 )
+DEEPSEEK_V4 = QuantMethod(
+    "fp8", {MXFP4_BYTES: Mxfp4()}, are_codes=_are_bytes, add=_add_bytes, codes_of=lambda _: ()
+)
+"""Experts beside FP8, whose table is that of the model."""
