@@ -23,10 +23,10 @@ from raymerge.checkpoints.files import (
 from raymerge.checkpoints.header import FileHeader, StoredTensor, TensorSpec, header_digest, read_header
 from raymerge.checkpoints.json_files import attempt, load_json, read_bounded, read_object
 from raymerge.checkpoints.pickles import read_pickled
-from raymerge.checkpoints.quantisation.detect import QuantisedWeights
+from raymerge.checkpoints.quantisation.detect import HF_QUANT_CONFIG, QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
 from raymerge.checkpoints.quantisation.int4 import read_shapes
-from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, as_table
+from raymerge.checkpoints.quantisation.modelopt import as_table
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parent_and_name, shown

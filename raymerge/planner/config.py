@@ -24,7 +24,7 @@ from raymerge.architectures.rules import (
 from raymerge.checkpoints.json_files import json_bytes
 from raymerge.checkpoints.quantisation import modelopt
 from raymerge.checkpoints.quantisation.config import Declared
-from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES, QuantMethod
+from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, HF_QUANT_CONFIG, INPUT_SCALES, QuantMethod
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight, QuantSpec
 from raymerge.checkpoints.quantisation.formats import fresh_table, method_of, read_declared
 from raymerge.checkpoints.source import Checkpoint, main_dtype
@@ -277,17 +277,23 @@ class _Quantisation:
         objection = self._objection(is_unread=is_unread)
         if objection is not None:
             return config, Problem(where, *objection)
-        has_cache = any(each.name.endswith(CACHE_SCALES) for each in self._outputs)
-        cache = next((each.get("kv_cache_scheme") for each in tables), None) if has_cache else None
         plain = self._plain_matrices()
         plain += self._plain_experts(self._outputs, plain)
-        fresh = fresh_table(self._quant_specs(), cache)
+        fresh = fresh_table(self._quant_specs(), self._cache_scheme(next(iter(tables), {})))
         method = method_of(fresh)
         if fresh is None or method is None:
             return config, Problem(where, *self._several_formats())
         _list_plain(fresh, method, plain, replaced=True)
         experts = self._fresh_expert_dtype(method)
         return {**without_tables(config), **experts, QUANTISATION_TABLES[0]: fresh}, None
+
+    def _cache_scheme(self, table: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """How the donor caches keys and values, unless it has scales for it that are left out."""
+        donor = self._donor.checkpoint
+        is_left_out = any(name.endswith(CACHE_SCALES) for name in donor.tensors) and not any(
+            each.name.endswith(CACHE_SCALES) for each in self._outputs
+        )
+        return None if is_left_out else modelopt.cache_scheme(table, donor.hf_quant_config)
 
     def _quant_specs(self) -> dict[str, QuantSpec]:
         return {module: each.quant_spec for module, each in self._packed.items()}
@@ -470,7 +476,7 @@ class BesideConfig(NamedTuple):
 
 def beside_config(donor: Checkpoint, config: Mapping[str, Any]) -> BesideConfig:
     """ModelOpt's file beside the config, changed where the table in the config is, so that both agree."""
-    name, before, after = modelopt.HF_QUANT_CONFIG, *map(quantisation_tables, (donor.config, config))
+    name, before, after = HF_QUANT_CONFIG, *map(quantisation_tables, (donor.config, config))
     if name not in donor.companions or before == after:
         return BesideConfig({}, ())
     content = modelopt.as_hf_quant_config(after[0], donor.hf_quant_config) if after else None

@@ -16,7 +16,7 @@ import xxhash
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.json_files import load_json
-from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG
+from raymerge.checkpoints.quantisation.detect import HF_QUANT_CONFIG
 from raymerge.checkpoints.source import Checkpoint, Unwritten, in_natural_order, planned_file
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order

@@ -773,7 +773,6 @@ def test_what_needs_no_codes_is_no_contradiction(tmp_path: Path) -> None:
     assert not look(tmp_path / "a", plain).faults
     assert not look(tmp_path / "b", plain, compressed()).faults
     assert not look(tmp_path / "c", plain, compressed(W4, format="dense")).faults
-    assert not look(tmp_path / "d", plain, {"quant_method": "gptq"}).faults
     other_codes: Specs = {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.scale": (DType.F8_E8M0, (4, 2))}
     assert not look(tmp_path / "e", other_codes, FP8).faults
 
@@ -932,6 +931,15 @@ def test_modelopts_file_beside_the_config_counts_where_that_has_no_table(tmp_pat
     assert (list(alone.tensors), alone.faults) == ([f"{X}.weight"], ())
     same = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
     assert found("b", quantization_config=same).faults == ()
+    fp4 = {"num_bits": 4, "type": "float", "dynamic": False}
+    quantization |= {"kv_cache_quant_algo": "NVFP4"}
+    assert found("e", quantization_config=same | {"kv_cache_scheme": fp4}).faults == ()
+    text = fault(found("f", quantization_config={**same, "kv_cache_scheme": None}))
+    assert "hf_quant_config.json says kv_cache_quant_algo NVFP4, and config.json null" in text
+    quantization |= {"exclude_modules": ["model.layers.0.m*"]}
+    text = fault(found("g", quantization_config=same))
+    assert f"but hf_quant_config.json lists {X} as not quantised. Mend hf_quant_config.json" in text
+    quantization |= {"exclude_modules": ["lm_head"]}
     text = fault(found("c", quantization_config={**same, "quant_algo": "W4A16_NVFP4"}))
     assert "hf_quant_config.json says quant_algo NVFP4, and config.json W4A16_NVFP4" in text
     quantization |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": {X: {"quant_algo": "NVFP4"}}}

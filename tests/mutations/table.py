@@ -417,6 +417,18 @@ MUTATIONS = (
         CODECS,
     ),
     Mutation(
+        "checkpoints/quantisation/modelopt.py",
+        "_cache_algorithm(table, given)",
+        "_cache_algorithm(table)",
+        "quantised/test_quantised_modelopt.py",
+    ),
+    Mutation(
+        "checkpoints/quantisation/detect.py",
+        "elif self.plain_beside.lists(module):",
+        "elif False:",
+        "checkpoints/test_packed.py",
+    ),
+    Mutation(
         "planner/config.py",
         "if name not in donor.companions or before == after:",
         "if True:",

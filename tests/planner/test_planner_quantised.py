@@ -243,6 +243,17 @@ def test_a_config_that_is_not_understood_refuses_numbers_and_not_copies(kind: st
     assert made.config["quantization_config"] == table
 
 
+def test_plain_numbers_are_no_codes_of_a_method_that_always_stores_some(tmp_path: Path) -> None:
+    a, b = (_model(tmp_path / each, {}, quantization_config={"quant_method": "gptq"}) for each in "ab")
+    assert all(
+        "says that weights are quantised by gptq, but no tensor is: all are BF16" in problem
+        for problem in refusals(linear(a, b))
+    )
+    # Loaders quantise by this while they load.
+    c, d = (_model(tmp_path / each, {}, quantization_config={"quant_method": "torchao"}) for each in "cd")
+    assert good(linear(c, d)).config["quantization_config"] == {"quant_method": "torchao"}
+
+
 def test_what_a_name_alone_calls_codes_is_refused(tmp_path: Path) -> None:
     a, b = (_model(tmp_path / each, {"x.weight_packed": (DType.I64, (2, 2))}) for each in "ab")
     problems = refusals(linear(a, b))

@@ -194,6 +194,31 @@ def test_both_tables_are_changed_or_neither(tmp_path: Path) -> None:
     assert not (tmp_path / "plain" / BESIDE).exists()
 
 
+def test_what_both_tables_say_beside_weights_is_not_lost(tmp_path: Path) -> None:
+    """Of keys and values that are cached in FP4, without scales for them, and of zero points."""
+    model = modelopt_llama(tmp_path / "a", 1, "NVFP4").root
+    config, beside, fp4 = read_config(model), _beside(model), {**_FP8_CACHE, "num_bits": 4}
+    config["quantization_config"]["kv_cache_scheme"] = fp4
+    beside["quantization"] |= {"kv_cache_quant_algo": "NVFP4", "has_zero_point": False}
+    (model / BESIDE).write_text(json.dumps(beside))
+    part = [{"role": "attention", "value": "bf16"}, "same"]
+    for is_in_both in (True, False):
+        (model / "config.json").write_text(json.dumps(config))
+        for form, is_left in ((part, True), ("mxfp8", False)):
+            made = plan(one_model(model, out_format=form)).require()
+            stated = made.manifest["config"]["quantization_config"].get("kv_cache_scheme")
+            assert stated == (fp4 if is_in_both or not is_left else None)
+            (row,) = [each for each in made["files"].to_pylist() if each["name"] == BESIDE]
+            after = json.loads(row["content"])["quantization"]
+            assert (after["kv_cache_quant_algo"], "has_zero_point" in after) == ("NVFP4", is_left)
+        config["quantization_config"].pop("kv_cache_scheme", None)
+    legacy = modelopt_llama(tmp_path / "b", 1, "FP8", is_legacy=True).root
+    quantization = {**_beside(legacy)["quantization"], "kv_cache_quant_algo": "FP8"}
+    (legacy / BESIDE).write_text(json.dumps({"quantization": quantization}))
+    fresh = plan(one_model(legacy, out_format="int4")).require().manifest["config"]["quantization_config"]
+    assert (fresh["quant_method"], fresh["kv_cache_scheme"]) == ("compressed-tensors", _FP8_CACHE)
+
+
 def test_a_table_that_is_in_the_file_alone_counts(tmp_path: Path) -> None:
     parents = [modelopt_llama(tmp_path / name, seed, "FP8", is_legacy=True) for seed, name in enumerate("ab")]
     merge(mean_of(*parents), tmp_path / "out")

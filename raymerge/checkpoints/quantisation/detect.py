@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.block_codec import Codec
-from raymerge.checkpoints.quantisation.config import Declared
+from raymerge.checkpoints.quantisation.config import Declared, Modules
 from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, QuantisedWeight, QuantSpec
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
@@ -42,11 +42,13 @@ _OF_STACK = "_input_scale"
 SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".scales")
 CORRUPT = "Download or copy the checkpoint again, or use one that is converted to bfloat16."
 
+HF_QUANT_CONFIG = "hf_quant_config.json"
 _CONFIG = "config.json"
 _WEIGHT = ".weight"
 _CODE_DTYPES = frozenset({DType.F8_E4M3, DType.U8, DType.I8, DType.I32})
 _NUMBERS = frozenset(dtype for dtype in DType if dtype.is_mergeable)
-_ONE_IS_WRONG = f"Mend {_CONFIG}, or take it and the weights from the same place."
+_MEND = "Mend {}, or take it and the weights from the same place."
+_MEND_CONFIG = _MEND.format(_CONFIG)
 
 
 def is_activation_scale(name: str) -> bool:
@@ -129,6 +131,8 @@ class Search:
     """What tensors say that repeat the shape of packed integers."""
     declared: Declared
     is_raw: bool
+    plain_beside: Modules = field(default_factory=Modules)
+    """What a file beside the config lists as unquantised."""
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """What was worked out for tensors of one kind: tens of thousands of experts are alike."""
     _packed: dict[str, QuantisedWeight] = field(default_factory=dict)
@@ -153,7 +157,7 @@ class Search:
             self._report_lone_scales(methods)
             self._compare()
         for sentence in self.declared.contradictions:
-            self.report(sentence, f"{_CONFIG}: quantization_config {sentence}.", _ONE_IS_WRONG)
+            self.report(sentence, f"{_CONFIG}: quantization_config {sentence}.", _MEND_CONFIG)
         faults = tuple(self._counted(kind, problem) for kind, problem in self._faults.items())
         lacking = tuple(self._without_input_scale)
         return QuantisedWeights(self._packed, self._members, self._unknown, faults, lacking)
@@ -281,9 +285,8 @@ class Search:
             self._compare_one(packed)
         says_codes = self.declared.is_stored and (self.declared.schemes or self.declared.others)
         if says_codes and not self._packed and not self._reported and not self._unknown and self._is_plain():
-            what = f"{_CONFIG} says that weights are quantised by {self.declared}, but no tensor is: "
-            dtypes = sorted({tensor.dtype.value for tensor in self.stored.values()})
-            self.report("plain", f"{what}all are {', '.join(dtypes) or 'missing'}.", _ONE_IS_WRONG)
+            problem = without_codes(self.where, str(self.declared), self.stored.values())
+            self.report("plain", problem.what, problem.remedy)
 
     def _compare_one(self, packed: QuantisedWeight) -> None:
         module = packed.name.removesuffix(_WEIGHT)
@@ -296,18 +299,26 @@ class Search:
             self._contradiction(packed, kind, f"says {declared}")
         if declared.plain.lists(module):
             self._contradiction(packed, "listed", f"lists {module} as not quantised")
+        elif self.plain_beside.lists(module):
+            self._contradiction(packed, "listed beside", f"lists {module} as not quantised", HF_QUANT_CONFIG)
         own = (f"{module}{ending}" for ending in (*INPUT_SCALES, _OF_STACK))
         if declared.scales_inputs and self.stored.keys().isdisjoint(own):
             self._without_input_scale.append(packed.name)
 
-    def _contradiction(self, packed: QuantisedWeight, kind: str, says: str) -> None:
+    def _contradiction(self, packed: QuantisedWeight, kind: str, says: str, where: str = _CONFIG) -> None:
         quant_spec = packed.quant_spec
         stored = f"{described(self.stored[packed.codes])} with scales {list(quant_spec.scales_shape)}"
         blocks = f"{quant_spec.format.word} in blocks of {quant_spec.block[0]}x{quant_spec.block[1]}"
-        self.report(kind, f"{stored} is {blocks}, but {_CONFIG} {says}.", _ONE_IS_WRONG)
+        self.report(kind, f"{stored} is {blocks}, but {where} {says}.", _MEND.format(where))
 
     def _is_plain(self) -> bool:
         return not any(each.dtype in _CODE_DTYPES and len(each.shape) > 1 for each in self.stored.values())
+
+
+def without_codes(where: str, method: str, stored: Iterable[StoredTensor]) -> Problem:
+    what = f"{_CONFIG} says that weights are quantised by {method}, but no tensor is: "
+    dtypes = sorted({tensor.dtype.value for tensor in stored})
+    return Problem(where, f"{what}all are {', '.join(dtypes) or 'missing'}.", _MEND_CONFIG)
 
 
 def described(tensor: StoredTensor) -> str:

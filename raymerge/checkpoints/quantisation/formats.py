@@ -10,9 +10,9 @@ from typing import Any
 from raymerge.checkpoints.quantisation.block_codec import Codec
 from raymerge.checkpoints.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from raymerge.checkpoints.quantisation.config import Declared, brief
-from raymerge.checkpoints.quantisation.detect import QuantisedWeights, QuantMethod, Search
+from raymerge.checkpoints.quantisation.detect import HF_QUANT_CONFIG, QuantisedWeights, QuantMethod, Search
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
-from raymerge.checkpoints.quantisation.modelopt import HF_QUANT_CONFIG, MODELOPT, NVIDIA_FP8, contradiction
+from raymerge.checkpoints.quantisation.modelopt import MODELOPT, NVIDIA_FP8, contradiction, plain_beside
 from raymerge.checkpoints.quantisation.mxfp4 import DEEPSEEK_V4, GPT_OSS
 from raymerge.checkpoints.source import Checkpoint
 
@@ -74,8 +74,11 @@ def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> QuantisedWe
     ``tables`` are the config's quantisation tables, at the top and in sections. With an unsupported method
     (GPTQ, AWQ, bitsandbytes ...) nothing is found and nothing is a fault."""
     declared = read_declared(tables)
-    search = Search(checkpoint.name, checkpoint.tensors, checkpoint.shapes, declared, checkpoint.is_raw)
     table = next((each for each in tables[:1] if isinstance(each, Mapping)), {})
+    beside = plain_beside(table, checkpoint.hf_quant_config)
+    search = Search(
+        checkpoint.name, checkpoint.tensors, checkpoint.shapes, declared, checkpoint.is_raw, beside
+    )
     if sentence := contradiction(table, checkpoint.hf_quant_config):
         search.report(HF_QUANT_CONFIG, f"{HF_QUANT_CONFIG} {sentence}.", _MEND_BOTH)
     return search.run(_METHODS)

@@ -40,11 +40,13 @@ from raymerge.checkpoints.quantisation.fp8 import FP8, FP8_CHANNEL, FP8_TENSOR, 
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4_MODELOPT, Nvfp4
 from raymerge.dtypes import DType
 
-HF_QUANT_CONFIG = "hf_quant_config.json"
-
 _NAME, _MIXED = "modelopt", "MIXED_PRECISION"
 _GLOBS = ("ignore", "exclude_modules", "modules_to_not_convert")
 _CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
+_CACHES: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {"FP8": ("float", 8), "NVFP4": ("float", 4), "INT8": ("int", 8)}
+)
+"""Kind and bits in which keys and values are cached, by ``kv_cache_quant_algo``."""
 
 
 class _Algorithm(NamedTuple):
@@ -99,14 +101,19 @@ def as_hf_quant_config(table: Mapping[str, Any], before: Mapping[str, Any]) -> d
     """The ``hf_quant_config.json`` for a table; None where the table is not ModelOpt's."""
     if not is_table(table):
         return None
+    given = as_table(before)
     layers = {"quantized_layers": table["quantized_layers"]} if table.get("quantized_layers") else {}
     size = {"group_size": table["group_size"]} if table.get("group_size") else _group_size(table)
+    # What else the file says is of the algorithm that it names.
+    is_same = given.get("quant_algo") == table.get("quant_algo")
+    others = {key: each for key, each in given.items() if key not in _KEYS or key == "has_zero_point"}
     quantization = {
         "quant_algo": table.get("quant_algo"),
-        "kv_cache_quant_algo": table.get("kv_cache_quant_algo") or _cache_algorithm(table),
+        "kv_cache_quant_algo": _cache_algorithm(table, given),
         **size,
         "exclude_modules": list(names_in(table, *_GLOBS)),
         **layers,
+        **(others if is_same else {}),
     }
     return {**before, "quantization": quantization}
 
@@ -121,24 +128,54 @@ def _group_size(table: Mapping[str, Any]) -> dict[str, int]:
     return {"group_size": block[1]} if block[1] > 0 else {}
 
 
-def _cache_algorithm(table: Mapping[str, Any]) -> str | None:
+def _cache_algorithm(*tables: Mapping[str, Any]) -> str | None:
+    """How keys and values are cached by the first table that tells it, in ModelOpt's words; None for plain
+    ones, or a scheme without such a word."""
+    table = next((each for each in tables if any(key in each for key in _CACHE)), {})
     scheme = table.get("kv_cache_scheme")
-    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    return "FP8" if is_fp8 else None
+    kind = (scheme.get("type"), scheme.get("num_bits")) if isinstance(scheme, Mapping) else None
+    return table.get("kv_cache_quant_algo") or next(
+        (name for name, own in _CACHES.items() if own == kind), None
+    )
+
+
+def cache_scheme(table: Mapping[str, Any], content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``kv_cache_scheme`` of a table; where it has none, of the algorithm that it names, or an
+    ``hf_quant_config.json`` beside it."""
+    scheme = table.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        return scheme
+    kind = _CACHES.get(str(_cache_algorithm(table, as_table(content))))
+    return None if kind is None else {"dynamic": False, "num_bits": kind[1], "type": kind[0]}
 
 
 def contradiction(table: Mapping[str, Any], content: Mapping[str, Any]) -> str | None:
     """How a table and an ``hf_quant_config.json`` differ, as the end of a sentence that begins with the name
     of the file; None where they agree, or where the table is not ModelOpt's."""
     beside = as_table(content)
-    if not beside.get("quant_algo") or not is_table(table) or not table.get("quant_algo"):
+    if not beside or not is_table(table):
         return None
-    if str(beside["quant_algo"]) != str(table["quant_algo"]):
-        return f"says quant_algo {brief(beside['quant_algo'])}, and config.json {brief(table['quant_algo'])}"
+    ours, theirs = _stated(table), _stated(beside)
+    for key in (each for each in ours if each in theirs and ours[each] != theirs[each]):
+        return f"says {key} {brief(theirs[key])}, and config.json {brief(ours[key])}"
     layers = (each.get("quantized_layers") or {} for each in (beside, table))
     if len({_listed(each) for each in layers}) > 1:
         return "has other quantized_layers than config.json"
     return None
+
+
+def _stated(table: Mapping[str, Any]) -> dict[str, str]:
+    """The algorithms of weights, and of cached keys and values, that a table names."""
+    algorithms = {"quant_algo": table["quant_algo"]} if table.get("quant_algo") else {}
+    cache = _cache_algorithm(table)
+    if cache or (any(key in table for key in _CACHE) and not table.get("kv_cache_scheme")):
+        algorithms["kv_cache_quant_algo"] = cache or "null"
+    return {key: str(each) for key, each in algorithms.items()}
+
+
+def plain_beside(table: Mapping[str, Any], content: Mapping[str, Any]) -> Modules:
+    """What an ``hf_quant_config.json`` lists as plain; nothing beside a table that is not ModelOpt's."""
+    return glob_modules(names_in(as_table(content), *_GLOBS) if is_table(table) else ())[0]
 
 
 def _listed(layers: Any) -> frozenset[tuple[str, str]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from raymerge.architectures.rules import Role, quantisation_tables, rules_of
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.detect import QuantisedWeights
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights, without_codes
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
 from raymerge.checkpoints.quantisation.formats import packed_tensors, read_declared
 from raymerge.checkpoints.source import Checkpoint
@@ -56,10 +56,18 @@ _FP8 = "fp8"
 
 
 def quantised_tensors(checkpoint: Checkpoint) -> QuantisedWeights:
-    weights = packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
+    tables = quantisation_tables(checkpoint.config)
+    weights = packed_tensors(checkpoint, tables)
     rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in weights.members}
-    formats = quantised_formats(replace(checkpoint, tensors=rest))
-    return replace(weights, unknown={**formats, **weights.unknown})
+    unknown = {**quantised_formats(replace(checkpoint, tensors=rest)), **weights.unknown}
+    faults, method = weights.faults, read_declared(tables).method.lower()
+    if tables and not (weights.tensors or unknown) and _has_codes(method):
+        faults = (*faults, without_codes(checkpoint.name, method, checkpoint.tensors.values()))
+    return replace(weights, unknown=unknown, faults=faults)
+
+
+def _has_codes(method: str) -> bool:
+    return any(each.codes and method in each.names for each in other_methods())
 
 
 def stored_formats(weights: QuantisedWeights) -> Mapping[str, str]:
@@ -145,6 +153,7 @@ class OtherMethod:
     dtypes: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     plain: bool = False
+    codes: bool = False
 
     def is_of(self, group: Sequence[StoredTensor]) -> bool:
         """Whether a module's tensors have the names that only this method uses."""
@@ -166,8 +175,8 @@ def _other_method(table: Mapping[str, Any]) -> OtherMethod:
     names, endings, dtypes, words = (
         tuple(table.get(key, ())) for key in ("names", "endings", "dtypes", "words")
     )
-    plain = bool(table.get("plain"))
-    return OtherMethod(table["title"], table["advice"], names, endings, dtypes, words, plain)
+    flags = (bool(table.get(key)) for key in ("plain", "codes"))
+    return OtherMethod(table["title"], table["advice"], names, endings, dtypes, words, *flags)
 
 
 def advice_on(form: str) -> str:
