@@ -29,7 +29,7 @@ from raymerge.planner.matching.logical import LogicalTensors, Place
 from raymerge.recipes.entry import ModelReference
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
-from raymerge.verifier.numbers import Floats
+from raymerge.verifier.numbers import WHOLE, Floats
 from raymerge.verifier.stored import Reader, elements_of
 
 _RUN = 1 << 20
@@ -210,6 +210,9 @@ def _compared(pair: Pair, *, a: ReadStore, b: ReadStore) -> tuple[ComparedTensor
     for numbers in pair.numbers:
         sums.add(sums_of(numbers, a, b))
     status = Status.DIFFERENT if sums.num_differing else Status.SAME_NUMBERS
+    if pair.numbers[0].a.dtype in WHOLE:
+        # How far apart numbers of experts are means nothing.
+        return replace(tensor, status=status), None
     compared = replace(
         tensor,
         status=status,
@@ -363,7 +366,13 @@ def _numbers(a: Side, b: Side, name: str) -> tuple[Numbers, ...]:
 
 
 def _is_comparable(a: Place, b: Place) -> bool:
-    """Whether both hold numbers of one shape, with rows in one order or in the canonical one and another."""
+    """Whether both hold numbers of one shape, with rows in one order or in the canonical one and another; or
+    whole numbers of two dtypes, as tables of experts."""
+    if {a.tensor.dtype, b.tensor.dtype} <= WHOLE and a.tensor.dtype is not b.tensor.dtype:
+        is_whole = all(
+            (each.shape, each.scales, each.view) == (each.tensor.shape, None, None) for each in (a, b)
+        )
+        return is_whole and a.shape == b.shape
     if a.shape != b.shape or (a.halved_heads != b.halved_heads and min(a.halved_heads, b.halved_heads) != 0):
         return False
     return all(each.tensor.dtype.is_mergeable or each.scales is not None for each in (a, b))

@@ -146,8 +146,12 @@ def test_tables_are_compared_by_numbers_in_either_spelling(
     made = good(linear(a, same))
     assert made.reads(TABLE) == [(0, TABLE)]
     assert made.fate(1, name) == ("dropped", "lead_has_it", TABLE)
-    differing = [each.name for each in raymerge.diff(a, same).tensors if "tid2eid" in each.name]
-    assert bool(differing) is (dtype is torch.int64)
+    (compared, differing) = (
+        [each for each in raymerge.diff(a, root).tensors if "tid2eid" in each.name] for root in (same, other)
+    )
+    assert [each.status for each in compared] == (["same_numbers"] if dtype is torch.int64 else [])
+    assert all((each.stored_a[:3], each.stored_b[:3]) == ("I32", "I64") for each in compared)
+    assert [(each.status, each.relative_error) for each in differing] == [("different", None)]
     (said,) = refusals(linear(a, other))
     assert said.startswith(f"{other}: 1 tables that give tokens their experts are not those of {a}")
     rule = {"role": ["expert", "router"], "merge_method": "passthrough", "sources": [str(other)]}
