@@ -254,3 +254,22 @@ def test_joined_matrices_are_those_of_servers(model_type: str, groups: Sequence[
     assert joined_matrix("x.0.w1.weight", rules) != joined_matrix("x.1.w3.weight", rules)
     assert joined_matrix("x.o_proj.weight", rules) is None
     assert (joined_matrix("x.g_proj.weight", rules) is None) == (model_type != "kimi_linear")
+
+
+def test_a_joined_matrix_in_several_formats_is_noted(tmp_path: Path) -> None:
+    """Unless the base has it so."""
+    model = nvfp4_mixture(tmp_path / "a", 1).root
+
+    def notes(root: Path, *lines: Any) -> list[str]:
+        made = plan(one_model(root, out_format=[*lines, "same"])).require()
+        return [each for each in made.manifest["notes"] if "vLLM joins into one" in each]
+
+    freed = {"glob": "*.up_proj.*", "value": "bf16"}
+    (note,) = notes(model, freed)
+    experts = "model.layers.0.mlp.experts.0"
+    assert note.startswith("2 times matrices")
+    assert f"({experts}.gate_proj as nvfp4, {experts}.up_proj as plain numbers)" in note
+    assert "{glob: 'model.layers.*.mlp.experts.*.*', value: bf16}" in note
+    assert notes(model, {"role": "expert", "value": "bf16"}) == notes(model) == []
+    merge(one_model(model, out_format=[freed, "same"]), tmp_path / "out")
+    assert notes(tmp_path / "out", {"role": "attention", "value": "bf16"}) == []

@@ -42,7 +42,7 @@ from raymerge.planner.matching.method_assignment import OWN, MethodAssignment
 from raymerge.planner.outputs.embeddings_and_heads import TieDecision, settle_tie, with_heads
 from raymerge.planner.outputs.loaders import loader_notes
 from raymerge.planner.outputs.outputs import OutputBuilder
-from raymerge.planner.outputs.scale_groups import join_scales, joined_notes
+from raymerge.planner.outputs.scale_groups import join_scales, joined_notes, several_formats
 from raymerge.planner.parameter_check import CheckedRecipe, check_recipe
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, plan_tokenizer
@@ -279,7 +279,11 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
         config=config,
         tie=tie,
         tokenizer=tokenizer,
-        notes=(*context.notes(outputs), *joined_notes(joined, sources)),
+        notes=(
+            *context.notes(outputs),
+            *joined_notes(joined, sources),
+            *(several_formats(outputs, donor) if recipe.out_format is not None else ()),
+        ),
     )
 
 

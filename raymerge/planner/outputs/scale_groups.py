@@ -7,6 +7,7 @@ what is made keeps it from being rounded twice, and copies stay what they are.""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,13 +15,14 @@ from typing import NamedTuple
 
 from raymerge.architectures.roles import JoinedMatrix, joined_matrix
 from raymerge.architectures.rules import Rules
-from raymerge.checkpoints.quantisation.encoding import Encoding, encoding_of
-from raymerge.merge_plan.expressions import Output
+from raymerge.checkpoints.quantisation.encoding import Encoding, QuantisedWeight, encoding_of
+from raymerge.merge_plan.expressions import Output, QuantisedOutput
 from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text, scale_values
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.storage.open import open_store
 
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _MOST_LOOKED_AT = 128
 """Joined matrices of a source whose scales a plan reads: there may be a hundred thousand."""
 
@@ -87,6 +89,35 @@ def joined_notes(joined: Joined, sources: Sequence[Source]) -> Iterator[str]:
         return
     for source in sources:
         yield from _unequal(source, joined.copied.get(source.index, 0))
+
+
+def several_formats(outputs: Sequence[Output], donor: Source) -> Iterator[str]:
+    """A note where matrices that vLLM joins are stored in several formats, and are not so in the donor."""
+    joined: dict[JoinedMatrix, dict[str, str]] = {}
+    for output in outputs:
+        if (matrix := joined_matrix(output.name, donor.rules)) is not None:
+            joined.setdefault(matrix, {})[output.name] = _stored_as(output.packed)
+    known = donor.checkpoint.packed
+    mixed = {
+        matrix: own
+        for matrix, own in joined.items()
+        if len(set(own.values())) > 1
+        and any(_stored_as(known.get(name)) != form for name, form in own.items())
+    }
+    if not mixed:
+        return
+    matrix, own = next(iter(mixed.items()))
+    alike = _NUMBER.sub(".*", matrix.module)
+    listed = ", ".join(f"{name.removesuffix('.weight')} as {form}" for name, form in own.items())
+    yield (
+        f"{len(mixed)} times matrices that vLLM joins into one are stored in several formats ({listed}), and "
+        "it refuses such a model when it loads it. Give all of them one format in out_format, as by "
+        f"{{glob: '{alike}.*', value: bf16}}"
+    )
+
+
+def _stored_as(packed: QuantisedOutput | QuantisedWeight | None) -> str:
+    return "plain numbers" if packed is None else packed.quant_spec.format.word
 
 
 def _unequal(source: Source, num_copied: int) -> Iterator[str]:
