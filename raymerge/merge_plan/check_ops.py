@@ -792,11 +792,17 @@ def _check_codes(check: Check) -> None:
     columns, has_rows = _part_columns(check), lengths[tensor] > scale_rows.num_dimensions
     height = np.where(has_rows, sizes[last - np.where(has_rows, scale_rows.num_dimensions, 0)], 1)
     is_part = (ops.first_element[which] != 0) | (ops.num_elements[which] != height * columns[first])
+    stacks = np.array([_scales_stack(each) for each in check.expressions], dtype=np.bool_)[ops.expression]
+    is_part = np.where(stacks[which], ops.nbytes[which] != check.tensors.nbytes[tensor], is_part)
     is_part &= scale_rows.tensor_scale_nbytes > 0
-    flag(is_part, "it is not one matrix, as what shares one scale must be")
+    flag(is_part, "it is not one matrix, or one stack, as what shares one scale must be")
     owner = check.op_of_part
     other = np.isin(owner, which) & (columns != columns[check.first_parts[owner]])
     check.flag("parts", other, "it has other columns than the first part of its op")
+
+
+def _scales_stack(expression: Expression) -> bool:
+    return expression.encode is not None and expression.encode.format.scales_stack
 
 
 def _check_made(check: Check) -> None:

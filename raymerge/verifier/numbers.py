@@ -103,21 +103,22 @@ def zero_elements(form: Format, stored: Bytes, blocks: int) -> Floats:
     """The elements that stand for 0 in each block ``[rows, blocks]``; rows come in whole runs that share
     elements of the stored tensor."""
     height = form.rows_of_zeros
-    packed = _elements(form)[_one_by_one(form, stored)].reshape(-1, blocks, height)
+    packed = _elements(form)[_one_by_one(form, stored, 0)].reshape(-1, blocks, height)
     return packed.swapaxes(1, 2).reshape(-1, blocks)
 
 
 def coded_numbers(encoding: Encoding, codes: Bytes, steps: Floats, zeros: Floats | None = None) -> Floats:
     """Codes, less those for 0, times their steps ``[rows, columns]``: the exact product, rounded once to
     float32."""
-    elements = _elements(encoding.format)[_one_by_one(encoding.format, codes).reshape(steps.shape)]
+    each = _one_by_one(encoding.format, codes, steps.shape[1]).reshape(steps.shape)
+    elements = _elements(encoding.format)[each]
     with np.errstate(over="ignore"):
         products = (elements if zeros is None else elements - zeros) * steps
         return products.astype(np.float32).astype(np.float64)
 
 
-def code_elements(form: Format, codes: Bytes) -> NDArray[np.float32]:
-    return _elements(form).astype(np.float32)[_one_by_one(form, codes).reshape(-1)]
+def code_elements(form: Format, codes: Bytes, columns: int) -> NDArray[np.float32]:
+    return _elements(form).astype(np.float32)[_one_by_one(form, codes, columns).reshape(-1)]
 
 
 def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
@@ -146,8 +147,12 @@ def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
     return np.where(scales <= smallest, 0.0, peaks)
 
 
-def _one_by_one(form: Format, codes: Bytes) -> Bytes:
-    return codes if form.code_bits == 8 else np.stack([codes & 15, codes >> 4], axis=1)
+def _one_by_one(form: Format, codes: Bytes, columns: int) -> Bytes:
+    if form.code_bits == 8:
+        return codes
+    if form.packs_rows:
+        codes = codes.reshape(-1, columns)
+    return np.stack([codes & 15, codes >> 4], axis=1)
 
 
 def nearest_coded_distance(

@@ -44,7 +44,9 @@ class Coded:
         self.total = _num_stored(read)
 
     def read(self, start: int, stop: int) -> numeric.Floats:
-        first, last = start // self.columns, -(-stop // self.columns)
+        together = self.encoding.format.rows_of_codes
+        unit = together * self.columns
+        first, last = start // unit * together, -(-stop // unit) * together
         codes = self.codes(first * self.columns, (last - first) * self.columns)
         zeros = self._row_zeros(first, last)
         decoded = numeric.coded_numbers(self.encoding, codes, self._row_steps(first, last), zeros).reshape(-1)
@@ -177,7 +179,7 @@ class Blocks:
         if self._scale_row[0] != scale_row:
             first = scale_row * self._unit
             codes = self._codes.codes(first, min(self._unit, self._codes.total - first))
-            elements = numeric.code_elements(self._codes.encoding.format, codes)
+            elements = numeric.code_elements(self._codes.encoding.format, codes, self._codes.columns)
             if self._codes.encoding.format.zero_points is not None:
                 elements = elements - self._codes.zeros(first, first + len(elements)).astype(np.float32)
             self._scale_row = scale_row, elements.reshape(-1, self._codes.columns)
@@ -189,7 +191,7 @@ class Blocks:
         farthest = -1.0, 0
         for begin in range(0, self._codes.total, _CHUNK):
             codes = self._codes.codes(begin, min(_CHUNK, self._codes.total - begin))
-            sizes = np.abs(numeric.code_elements(self._codes.encoding.format, codes))
+            sizes = np.abs(numeric.code_elements(self._codes.encoding.format, codes, self._codes.columns))
             place = int(sizes.argmax())
             if not float(sizes[place]) <= farthest[0]:
                 farthest = float(sizes[place]), begin + place

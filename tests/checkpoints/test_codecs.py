@@ -36,7 +36,7 @@ from raymerge.checkpoints.quantisation.int4 import (
 )
 from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT, NVFP4_STACK
 from raymerge.dtypes import DType
 
 FP8 = codec_of(FP8_BLOCK)
@@ -558,6 +558,7 @@ class TestNvfp4(CodecKit):
         usual_quant_spec(NVFP4, (7, 48)),
         usual_quant_spec(NVFP4, (1, 16)),
         usual_quant_spec(NVFP4_MODELOPT, (5, 48)),
+        usual_quant_spec(NVFP4_STACK, (48, 6)),
     )
 
 
@@ -577,6 +578,7 @@ def test_one_scale_for_a_tensor_is_that_of_no_rows() -> None:
 def test_stored_sizes_agree_with_stored_shapes(
     form: Format, stack: list[int], rows: int, blocks: int
 ) -> None:
+    rows *= form.rows_of_codes * (form.block[0] or 1) if form.packs_rows else 1
     quant_spec = usual_quant_spec(form, (*stack, rows, blocks * 32))
     nbytes = quant_spec.format.code_dtype.nbytes(prod(quant_spec.codes_shape))
     assert nbytes == quant_spec.num_matrices * quant_spec.codes_nbytes(rows)
@@ -605,6 +607,7 @@ def test_scales_of_channels_may_have_dimensions_of_one(scales_shape: tuple[int, 
         ((MXFP8, (2, 48), (1, 32), DType.U8, True, (2, 2)), "columns that 32 divides"),
         ((MXFP8, (2, 64), (1, 32), DType.F32, True, (2, 2)), "scales of F8_E8M0, U8, not F32"),
         ((MXFP4, (2, 64), (1, 32), DType.F32, False, (2, 2)), "scales of F8_E8M0, U8, not F32"),
+        ((NVFP4_STACK, (2, 24, 8), (16, 1), DType.F8_E4M3, False, (2, 2, 8)), "needs rows that 16 divides"),
         ((INT4, (2, 12), (1, 4), DType.BF16, False, (2, 3)), "8 codes to an element"),
         ((INT4, (2, 24), (1, 3), DType.BF16, False, (2, 8)), "and no blocks of 3 columns"),
         ((INT4, (2, 64), (2, 32), DType.BF16, False, (1, 2)), r"blocks of \[1, 32\]"),

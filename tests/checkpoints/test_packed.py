@@ -886,7 +886,8 @@ def test_modules_are_listed_by_themselves_as_fused_or_by_what_they_are_in(
 ) -> None:
     table = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}
     found = read_declared([table]).of(f"model.layers.0.{module}")
-    assert (found and [each.format for each in found.schemes]) == (form and [form])
+    # That of stacks is left open, and not said.
+    assert (found and [each.format for each in found.schemes if each.is_stated]) == (form and [form])
 
 
 def test_one_checkpoint_may_hold_three_formats(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from kits.quantised_numbers import e2m1_values, e4m3_values
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_STACK, FP8_TENSOR, MXFP8
 from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC
 from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT, NVFP4_STACK
 from raymerge.dtypes import DType
 
 Array = NDArray[Any]
@@ -24,12 +24,14 @@ ELEMENTS = {
     FP8_BLOCK: E4M3,
     FP8_CHANNEL: E4M3,
     FP8_TENSOR: E4M3,
+    FP8_STACK: E4M3,
     MXFP8: E4M3,
     MXFP4: E2M1,
     MXFP4_ROWS: E2M1,
     MXFP4_BYTES: E2M1,
     NVFP4: E2M1,
     NVFP4_MODELOPT: E2M1,
+    NVFP4_STACK: E2M1,
     INT4: np.arange(16.0) - 8,
     INT4_ASYMMETRIC: np.arange(16.0),
     INT8_CHANNEL: np.arange(256).astype(np.int8).astype(np.float64),
@@ -49,6 +51,8 @@ def scale_numbers(dtype: DType, stored: Array) -> Array:
 
 def unpack(quant_spec: QuantSpec, codes: Array) -> Array:
     if quant_spec.format.code_bits == 4:
+        # In stacks two rows share a byte.
+        codes = codes.reshape(-1, quant_spec.columns) if quant_spec.format == NVFP4_STACK else codes
         codes = np.stack([codes & 15, codes >> 4], axis=1)
     return codes.reshape(-1, quant_spec.columns)
 
@@ -83,12 +87,12 @@ def spread(quant_spec: QuantSpec, grid: Array, num_rows: int) -> Array:
 
 def steps_of(quant_spec: QuantSpec, scales: Array, tensor_scale: float | None, num_rows: int) -> Array:
     """What elements are multiplied by: float64 [rows, columns] of numbers that float32 holds."""
-    if quant_spec.format == FP8_TENSOR:
+    if quant_spec.format in (FP8_TENSOR, FP8_STACK):
         return np.full((num_rows, quant_spec.columns), tensor_scale)
     grid = scale_numbers(quant_spec.scale_dtype, scales).reshape(-1, quant_spec.grid[1])
     if quant_spec.format == NVFP4:
         grid = (grid / tensor_scale).astype(np.float32).astype(np.float64)
-    if quant_spec.format == NVFP4_MODELOPT:
+    if quant_spec.format in (NVFP4_MODELOPT, NVFP4_STACK):
         grid = (grid * tensor_scale).astype(np.float32).astype(np.float64)
     return spread(quant_spec, grid, num_rows)
 

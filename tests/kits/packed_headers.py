@@ -11,11 +11,11 @@ from kits.plan_maker import Specs, header_checkpoint
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.formats import packed_tensors
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_STACK, FP8_TENSOR, MXFP8
 from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC
 from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT, NVFP4_STACK
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 
@@ -155,6 +155,25 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
         },
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head", "*.self_attn*"]},
         (NVFP4_MODELOPT, (6, 64), (1, 16)),
+    ),
+    "NVFP4 of ModelOpt in a stack": (
+        {
+            f"{E}.down_proj": (DType.U8, (4, 16, 6)),
+            f"{E}.down_proj_weight_scale": f8(4, 2, 6),
+            f"{E}.down_proj_weight_scale_2": f32(),
+            f"{E}.down_proj_input_scale": f32(),
+        },
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        (NVFP4_STACK, (4, 32, 6), (16, 1)),
+    ),
+    "FP8 of ModelOpt in a stack": (
+        {
+            f"{E}.down_proj": f8(4, 32, 6),
+            f"{E}.down_proj_weight_scale": f32(),
+            f"{E}.down_proj_input_scale": f32(),
+        },
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        (FP8_STACK, (4, 32, 6), (32, 6)),
     ),
     "DeepSeek-V4's experts": (
         {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.scale": (DType.F8_E8M0, (4, 2))},

@@ -15,6 +15,7 @@ ADAPTERS = "runtime/test_runtime_adapters.py"
 CODECS = "checkpoints/test_codecs.py"
 QUANTISED = "quantised/test_quantised_merges.py"
 SCALES = "quantised/test_quantised_scale_groups.py"
+STACKS = "quantised/test_quantised_stacks.py"
 HOSTILE = "quantised/test_quantised_hostile.py"
 VERIFIER = "verifier/test_verifier_structure.py"
 FINITE = "execute/test_execute_output.py"
@@ -200,6 +201,25 @@ MUTATIONS = (
         "piece.content(), joined.get(own.joined))",
         "piece.content())",
         "planner/test_planner_quantised.py planner/test_planner_tables.py",
+    ),
+    Mutation(
+        "checkpoints/quantisation/nvfp4.py",
+        "view(len(pairs), -1, 2).transpose(1, 2)",
+        "view(len(pairs), -1, 2)",
+        STACKS,
+    ),
+    Mutation(
+        "planner/matching/logical.py",
+        "0 if quant_spec.format.scales_stack else start // size",
+        "start // size",
+        STACKS,
+    ),
+    Mutation("planner/outputs/ops.py", "only is None and len(blocks) == 1", "True", STACKS),
+    Mutation(
+        "planner/outputs/outputs.py",
+        "is_scale and not self._plain.is_of_unread(source, lead)",
+        "is_scale",
+        STACKS,
     ),
     Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "True", SCALES),
     Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "each.had == own.had", QUANTISED),

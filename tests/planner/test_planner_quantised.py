@@ -441,7 +441,7 @@ def test_a_tensor_of_several_matrices_in_one_row_is_noticed(plan: Plan) -> None:
     changed = tampered(plan, "tensors", "shape", {number: [2, ROWS // 2, HIDDEN // 2]})
     found = Check(changed)
     check_scales(found)
-    assert "it is not one matrix, as what shares one scale must be" in str(found.problems)
+    assert "it is not one matrix, or one stack, as what shares one scale must be" in str(found.problems)
 
 
 def test_a_stack_in_an_unknown_order_is_refused(tmp_path: Path) -> None:
@@ -468,13 +468,13 @@ ONLY_COPIED: dict[str, tuple[Specs, dict[str, Any], str]] = {
         {
             STACK: (DType.U8, (2, 16, 6)),
             f"{STACK}_weight_scale": f8(2, 2, 6),
-            f"{STACK}_weight_scale_2": f32(),
+            f"{STACK}_weight_scale_2": f32(2),
         },
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         "NVFP4 in stacks of experts",
     ),
     "FP8 in a stack": (
-        {STACK: f8(2, 32, 6), f"{STACK}_weight_scale": f32()},
+        {STACK: f8(2, 32, 6), f"{STACK}_weight_scale": f32(2)},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         "FP8 in stacks of experts",
     ),

@@ -24,8 +24,9 @@ from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, Quanti
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 
-INPUT_SCALES = (".input_scale", ".activation_scale", ".act_scale", ".input_global_scale")
-"""Endings of the scales of a matrix's inputs, measured on data: weights tell nothing of them."""
+INPUT_SCALES = (".input_scale", ".activation_scale", ".act_scale", ".input_global_scale", "_input_scale")
+"""Endings of the scales of a matrix's inputs, measured on data: weights tell nothing of them. The last is of
+a stack of experts, whose name does not end with ".weight"."""
 CACHE_SCALES = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".qkv_scale", ".prob_scale", ".prob_output_scale"),
     *(".k_global_scale", ".v_global_scale", ".q_global_scale"),
@@ -34,10 +35,7 @@ CACHE_SCALES = (
 """Endings of the scales of queries, cached keys and values, and attention probabilities."""
 # Of outputs, and of stacks of experts, whose names do not end with ".weight". Not "_output_scale" alone:
 # Gemma 3n has a weight "altup.correct_output_scale".
-_OTHER_SCALES = (".output_scale", ".output_global_scale", "_proj_input_scale", "_proj_output_scale")
-
-_OF_STACK = "_input_scale"
-"""Ending of the scales of the inputs of a stack of experts, whose name does not end with ".weight"."""
+_OTHER_SCALES = (".output_scale", ".output_global_scale", "_proj_output_scale")
 
 SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".scales")
 CORRUPT = "Download or copy the checkpoint again, or use one that is converted to bfloat16."
@@ -247,7 +245,7 @@ class Search:
             if shape.dtype not in (DType.I32, DType.I64) or shape.shape != (2,):
                 self.report("shape", f"{described(shape)} is no I32 or I64 [2].", CORRUPT)
         if packed.quant_spec.format.has_two_scales and packed.tensor_scale:
-            scale, count = self.stored[packed.tensor_scale], packed.quant_spec.num_matrices
+            scale, count = self.stored[packed.tensor_scale], packed.quant_spec.num_tensor_scales
             if scale.dtype is not DType.F32 or scale.num_elements != count:
                 self.report("global scale", f"{described(scale)} is no F32 of {count} elements.", CORRUPT)
 
@@ -301,7 +299,7 @@ class Search:
             self._contradiction(packed, "listed", f"lists {module} as not quantised")
         elif self.plain_beside.lists(module):
             self._contradiction(packed, "listed beside", f"lists {module} as not quantised", HF_QUANT_CONFIG)
-        own = (f"{module}{ending}" for ending in (*INPUT_SCALES, _OF_STACK))
+        own = (f"{module}{ending}" for ending in INPUT_SCALES)
         if declared.scales_inputs and self.stored.keys().isdisjoint(own):
             self._without_input_scale.append(packed.name)
 

@@ -60,6 +60,10 @@ class Format:
     """Whether the tensor has one scale: the ``only`` one, or a ``divisor`` or ``factor`` of block scales."""
     has_block_axis: bool = field(compare=False, default=False)
     """Whether blocks are an axis of the stored codes: [..., rows, blocks, bytes of a block]."""
+    packs_rows: bool = field(compare=False, default=False)
+    """Whether codes that share an element are of rows that follow each other, and not of columns."""
+    scales_stack: bool = field(compare=False, default=False)
+    """Whether a stack of matrices has the scale of the tensor together, and not each its own."""
     zero_points: DType | None = field(compare=False, default=None)
     """Dtype of the elements in which zero points of blocks are packed, those of the first row lowest; None
     where the code for 0 is the same in all blocks."""
@@ -82,6 +86,11 @@ class Format:
         if self.code_bits == 8:
             return DType.F8_E4M3 if self.is_fp8 else DType.I8
         return DType.F4
+
+    @property
+    def rows_of_codes(self) -> int:
+        """Rows whose codes share an element."""
+        return self.code_dtype.bits // self.code_bits if self.packs_rows else 1
 
     @property
     def rows_of_zeros(self) -> int:
@@ -154,7 +163,7 @@ class QuantisedWeight:
         if self.quant_spec.format.tensor_scale == "only":
             return self.scales
         ending = self.quant_spec.format.parts.get("tensor_scale")
-        return next((name for name in self.others if ending and name.endswith(f".weight{ending}")), None)
+        return next((name for name in self.others if ending and name == f"{self.name}{ending}"), None)
 
     @property
     def shape_tensor(self) -> str | None:
@@ -220,6 +229,10 @@ class QuantSpec:
         return prod(self.shape[:-2])
 
     @property
+    def num_tensor_scales(self) -> int:
+        return 1 if self.format.scales_stack else self.num_matrices
+
+    @property
     def grid(self) -> tuple[int, int]:
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
@@ -236,10 +249,11 @@ class QuantSpec:
     @property
     def codes_shape(self) -> tuple[int, ...]:
         """Shape of the stored codes; several 4-bit codes share an element, the first lowest."""
-        bits = self.format.code_bits
+        bits, height = self.format.code_bits, self.format.rows_of_codes
         if self.format.has_block_axis:
             return (*self.shape[:-1], self.grid[1], self.block[1] * bits // 8)
-        return (*self.shape[:-1], self.columns * bits // self.format.code_dtype.bits)
+        columns = self.columns * height * bits // self.format.code_dtype.bits
+        return (*self.shape[:-2], self.rows // height, columns)
 
     @property
     def tensor_scale_dtype(self) -> DType | None:
@@ -336,7 +350,8 @@ def usual_quant_spec(
     assert form.usual_block is not None
     rows, columns = (usual or size for usual, size in zip(form.usual_block, sizes, strict=True))
     grid = tuple(-(-size // max(of, 1)) for size, of in zip(sizes, (rows, columns), strict=True))
-    scales_shape = (*stack, *grid) if stack or form.tensor_scale != "only" else (1,)
+    is_one = form.tensor_scale == "only" and (form.scales_stack or not stack)
+    scales_shape = (1,) if is_one else (*stack, *grid)
     dtype = scale_dtype or form.usual_scale
     return QuantSpec(form, shape, (rows, columns), dtype, power_of_two or dtype in EXPONENTS, scales_shape)
 
@@ -358,9 +373,11 @@ def _block_fault(quant_spec: QuantSpec) -> str | None:
         return f"has blocks of {list(fixed)} in a tensor of shape {list(shape)}, not {list(block)}."
     if quant_spec.columns % block[1] and (form.code_bits < 8 or form.block[1] > 0):
         return f"needs columns that {block[1]} divides, but the shape is {list(shape)}."
+    if form.packs_rows and quant_spec.rows % block[0]:
+        return f"needs rows that {block[0]} divides, but the shape is {list(shape)}."
     if form.code_bits == 8:
         return None
-    if block[1] % 2:
+    if block[1] % 2 and not form.packs_rows:
         return f"has two codes to a byte, and no blocks of {block[1]} columns, which would end within one."
     if quant_spec.columns * 4 % form.code_dtype.bits:
         per_element = form.code_dtype.bits // 4
@@ -376,7 +393,8 @@ def _scales_fault(quant_spec: QuantSpec) -> str | None:
         return f"has scales of {dtype.value}, which are powers of two."
     if quant_spec.power_of_two and dtype not in EXPONENTS and not form.is_fp8:
         return "has scales that are not held to powers of two."
-    grid = (*quant_spec.shape[:-2], *quant_spec.grid)
+    is_one = form.scales_stack and form.tensor_scale == "only"
+    grid = () if is_one else (*quant_spec.shape[:-2], *quant_spec.grid)
     if _without_ones(quant_spec.scales_shape) != _without_ones(grid):
         return (
             f"of shape {list(quant_spec.shape)} in blocks of {list(quant_spec.block)} has scales of shape "

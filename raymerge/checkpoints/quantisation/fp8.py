@@ -10,7 +10,7 @@ codes               scales                                        further
                     ``README_WEIGHTS.md``), ``X.scale`` (V4),
                     ``X.weight_scale`` (compressed-tensors)
 ``Y`` F8            ``Y_scale_inv``, ``Y_scale``
-``Y`` F8            ``Y_weight_scale``: not read                  ``Y_input_scale``
+``Y`` F8            ``Y_weight_scale`` [], of all experts         ``Y_input_scale``: ModelOpt's of Llama 4
 =================== ============================================= ==========================================
 
 ``quant_method: fp8`` is also that of DeepSeek-V4, whose experts are MXFP4 as ``mxfp4`` describes it.
@@ -44,7 +44,13 @@ from raymerge.checkpoints.quantisation.config import (
     unknown_fields,
     unknown_values,
 )
-from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, SCALE_ENDINGS, QuantMethod, Search
+from raymerge.checkpoints.quantisation.detect import (
+    INPUT_SCALES,
+    SCALE_ENDINGS,
+    PackedForm,
+    QuantMethod,
+    Search,
+)
 from raymerge.checkpoints.quantisation.encoding import (
     ANY,
     EXPONENTS,
@@ -61,7 +67,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 448.0
 USUAL_BLOCK = (128, 128)
-_STACK = "FP8 in stacks of experts, as ModelOpt stores those of Llama 4"
+_STACK = "FP8 in stacks of experts, other than ModelOpt's with one scale for all (_weight_scale)"
 
 
 def _e4m3(code: int) -> float:
@@ -99,6 +105,15 @@ FP8_TENSOR = _format(
     usual_scale=DType.BF16,
     tensor_scale="only",
     parts={"codes": "", "tensor_scale": "_scale"},
+)
+FP8_STACK = replace(
+    FP8_TENSOR,
+    name="fp8_stack",
+    word="fp8_tensor in stacks of experts",
+    recipe_name="fp8_tensor",
+    usual_scale=DType.F32,
+    parts={"codes": "", "tensor_scale": "_weight_scale"},
+    scales_stack=True,
 )
 MXFP8 = replace(
     FP8_CHANNEL,
@@ -222,9 +237,13 @@ def _add(search: Search, codes: StoredTensor) -> None:
         search.memo[key] = _blocks_meant(codes.shape, scales.shape, declared, has_exponents=has_exponents)
     blocks: Blocks | str | None = search.memo[key]
     others = tuple(each for ending in INPUT_SCALES if (each := f"{module}{ending}") in search.stored)
-    has_one = len(codes.shape) > 2 and not scales.shape and scales.name == f"{name}_scale"
-    if has_one or scales.name == f"{name}_weight_scale":
-        search.refuse((name, scales.name, f"{name}_input_scale", *others), _STACK)
+    is_stack = len(codes.shape) > 2 and scales.num_elements == 1 and not scales.name.endswith("_inv")
+    rows, columns = codes.shape[-2:] if len(codes.shape) > 1 else (1, 1)
+    stacked: PackedForm = FP8_STACK, (rows, columns), codes.shape
+    if is_stack and scales.name == f"{name}_weight_scale" and declared.allows(*stacked):
+        search.add(name, codes, scales, others, stacked)
+    elif scales.name == f"{name}_weight_scale" or (is_stack and not scales.shape):
+        search.refuse((name, scales.name, *others), _STACK)
     elif blocks is None:
         search.report_misfit(codes, scales)
     elif isinstance(blocks, str):
@@ -339,7 +358,7 @@ class Fp8(Codec):
 
 FP8 = QuantMethod(
     "fp8",
-    dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP8), Fp8()),
+    dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FP8_STACK, MXFP8), Fp8()),
     read_table=_read_table,
     are_codes=_are_codes,
     add=_add,

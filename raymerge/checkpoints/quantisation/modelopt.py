@@ -5,6 +5,8 @@ codes            scales                             further
 ================ ================================== =====================================================
 ``X.weight`` U8  ``X.weight_scale`` F8_E4M3         ``X.weight_scale_2``, ``X.input_scale``
                  [rows, columns / 16]
+``Y`` U8         ``Y_weight_scale`` F8_E4M3         ``Y_weight_scale_2`` [], ``Y_input_scale`` []:
+[E, in / 2, out] [E, in / 16, out]                  experts of Llama 4 and gpt-oss
 ``X.weight`` F8  ``X.weight_scale`` F32 []          ``X.input_scale``: found in ``fp8``
 ``X.weight`` F8  ``X.weight_scale`` or              MXFP8, found in ``fp8``
                  ``X.weight_scale_inv`` U8
@@ -34,10 +36,10 @@ from raymerge.checkpoints.quantisation.config import (
     names_in,
     unknown_fields,
 )
-from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, QuantMethod, Search
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, PackedForm, QuantMethod, Search
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
-from raymerge.checkpoints.quantisation.fp8 import FP8, FP8_CHANNEL, FP8_TENSOR, MXFP8
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4_MODELOPT, Nvfp4
+from raymerge.checkpoints.quantisation.fp8 import FP8, FP8_CHANNEL, FP8_STACK, FP8_TENSOR, MXFP8
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4_MODELOPT, NVFP4_STACK, Nvfp4, Nvfp4Stack
 from raymerge.dtypes import DType
 
 _NAME, _MIXED = "modelopt", "MIXED_PRECISION"
@@ -53,18 +55,22 @@ class _Algorithm(NamedTuple):
     format: Format
     scales_inputs: bool
     """Whether modules have a stored scale of their inputs."""
+    stack: Format | None = None
+    """The format of stacks of experts, where it is another."""
 
 
 _ALGORITHMS: Mapping[str, _Algorithm] = MappingProxyType(
     {
-        "FP8": _Algorithm(FP8_TENSOR, scales_inputs=True),
+        "FP8": _Algorithm(FP8_TENSOR, scales_inputs=True, stack=FP8_STACK),
         "FP8_PER_CHANNEL_PER_TOKEN": _Algorithm(FP8_CHANNEL, scales_inputs=False),
         "MXFP8": _Algorithm(MXFP8, scales_inputs=False),
-        "NVFP4": _Algorithm(NVFP4_MODELOPT, scales_inputs=True),
-        "W4A16_NVFP4": _Algorithm(NVFP4_MODELOPT, scales_inputs=False),
+        "NVFP4": _Algorithm(NVFP4_MODELOPT, scales_inputs=True, stack=NVFP4_STACK),
+        "W4A16_NVFP4": _Algorithm(NVFP4_MODELOPT, scales_inputs=False, stack=NVFP4_STACK),
     }
 )
-_FRESH: Mapping[Format, str] = MappingProxyType({MXFP8: "MXFP8", NVFP4_MODELOPT: "W4A16_NVFP4"})
+_FRESH: Mapping[Format, str] = MappingProxyType(
+    {MXFP8: "MXFP8", NVFP4_MODELOPT: "W4A16_NVFP4", NVFP4_STACK: "W4A16_NVFP4"}
+)
 """Algorithms of what is made of plain numbers, which tell nothing of scales of inputs."""
 _KEYS = frozenset(
     [
@@ -229,7 +235,8 @@ def _algorithm_in(layer: Any) -> str:
 def _with_algorithms(declared: Declared, algorithms: Sequence[str]) -> Declared:
     """What is declared, and weights by these algorithms beside it."""
     read = [_ALGORITHMS[name] for name in algorithms if name in _ALGORITHMS]
-    schemes = (*declared.schemes, *(Scheme(each.format, None) for each in read))
+    stacks = (Scheme(each.stack, None, is_stated=False) for each in read if each.stack is not None)
+    schemes = (*declared.schemes, *(Scheme(each.format, None) for each in read), *stacks)
     others = (*declared.others, *(brief(name) for name in algorithms if name not in _ALGORITHMS))
     return replace(
         declared,
@@ -255,7 +262,7 @@ def _fresh_table(
     algorithms = {module: _FRESH.get(each.format) for module, each in quant_specs.items()}
     if None in algorithms.values():
         return None
-    named, sizes = set(algorithms.values()), {module: each.block[1] for module, each in quant_specs.items()}
+    named, sizes = set(algorithms.values()), {module: max(each.block) for module, each in quant_specs.items()}
     table: dict[str, Any] = {"ignore": [], "kv_cache_scheme": None if cache is None else dict(cache)}
     if len(named) == 1:
         size = next(iter(sizes.values()))
@@ -276,7 +283,7 @@ def _without_modules(
             del result["quantized_layers"]
     algorithm = _ALGORITHMS.get(str(table.get("moe_quant_algo")))
     experts = {each.format for module, each in after.items() if ".experts." in module}
-    if algorithm is not None and algorithm.format not in experts:
+    if algorithm is not None and experts.isdisjoint((algorithm.format, algorithm.stack)):
         del result["moe_quant_algo"]
     return result
 
@@ -296,12 +303,41 @@ def _entries_of(modules: Collection[str]) -> frozenset[str]:
 # Detection
 
 
-def _are_codes(tensor: StoredTensor, _: Mapping[str, StoredTensor]) -> bool:
-    return tensor.dtype is DType.U8 and tensor.name.endswith(".weight")
+_STACK = (
+    "NVFP4 in stacks of experts, other than ModelOpt's with codes packed along the inputs "
+    "[experts, in / 2, out] and one scale for all (_weight_scale_2)"
+)
+
+
+def _are_codes(tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> bool:
+    is_stack = len(tensor.shape) == 3 and f"{tensor.name}_weight_scale" in stored
+    return tensor.dtype is DType.U8 and (is_stack or tensor.name.endswith(".weight"))
 
 
 def _add(search: Search, codes: StoredTensor) -> None:
     """Add NVFP4; other bytes without its scales are of a format that is not read."""
+    if codes.name.endswith(".weight"):
+        _add_module(search, codes)
+    else:
+        _add_stack(search, codes)
+
+
+def _add_stack(search: Search, codes: StoredTensor) -> None:
+    name, (experts, pairs, columns) = codes.name, codes.shape
+    scales, whole = search.stored[f"{name}_weight_scale"], search.stored.get(f"{name}_weight_scale_2")
+    endings = ("_weight_scale_2", *INPUT_SCALES)
+    others = tuple(each for ending in endings if (each := f"{name}{ending}") in search.stored)
+    stacked: PackedForm = NVFP4_STACK, NVFP4_STACK.block, (experts, 2 * pairs, columns)
+    is_one = whole is not None and whole.num_elements == 1 and search.declared_of(name).allows(*stacked)
+    if is_one and scales.shape == (experts, -(-pairs // 8), columns):
+        search.add(name, codes, scales, others, stacked)
+    elif scales.shape in ((experts, -(-pairs // 8), columns), (experts, pairs, -(-columns // 8))):
+        search.refuse((name, scales.name, *others), _STACK)
+    else:
+        search.report_misfit(codes, scales)
+
+
+def _add_module(search: Search, codes: StoredTensor) -> None:
     name, module = codes.name, codes.name.removesuffix(".weight")
     whole = f"{name}_scale_2"
     is_declared = any(each.format == NVFP4_MODELOPT for each in search.declared_of(module).schemes)
@@ -327,13 +363,22 @@ def _beside(module: str) -> Iterator[str]:
     yield from (f"{module}{ending}" for ending in (*INPUT_SCALES, ".pre_quant_scale"))
 
 
+_OF_CODES = {
+    ".weight_scale_2": "_scale_2",
+    "_weight_scale_2": "_weight_scale_2",
+    "_weight_scale": "_weight_scale",
+}
+"""What names of scales end with beyond those of their codes."""
+
+
 def _codes_of(scale: StoredTensor) -> tuple[str, ...]:
-    return (scale.name.removesuffix("_scale_2"),) if scale.name.endswith(".weight_scale_2") else ()
+    ending = next((each for each in _OF_CODES if scale.name.endswith(each)), None)
+    return () if ending is None else (scale.name.removesuffix(_OF_CODES[ending]),)
 
 
 MODELOPT = QuantMethod(
     _NAME,
-    {NVFP4_MODELOPT: Nvfp4()},
+    {NVFP4_MODELOPT: Nvfp4(), NVFP4_STACK: Nvfp4Stack()},
     read_table=_read_table,
     are_codes=_are_codes,
     add=_add,

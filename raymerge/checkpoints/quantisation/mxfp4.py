@@ -158,7 +158,7 @@ def _nearest(quotients: Tensor) -> Tensor:
     return pack_nibbles(codes.to(torch.uint8) | (quotients.signbit().to(torch.uint8) << 3))
 
 
-E2M1_IN_TORCH: Blockwise = InTorch(_elements, _nearest)
+E2M1_IN_TORCH = InTorch(_elements, _nearest)
 """float4 e2m1, saturating at 6. Non-finite values have no code."""
 E2M1_IN_LOOPS: Blockwise = InLoops("E2M1")
 

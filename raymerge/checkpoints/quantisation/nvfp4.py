@@ -5,7 +5,11 @@
                                        are divided: 448 * 6 / largest                ``nvfp4-pack-quantized``
 ``NVFP4_MODELOPT`` ``X.weight``        ``X.weight_scale_2`` [], a factor of steps:   ModelOpt
                                        largest / (448 * 6)
+``NVFP4_STACK``    ``Y``               ``Y_weight_scale_2`` [], the same of all      ModelOpt's experts of
+                                       experts                                       Llama 4 and gpt-oss
 ================== =================== ============================================= =====================
+
+Blocks lie along the numbers that are summed over: columns, but in ``Y`` [experts, in, out] rows.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
+    InTorch,
     power_of_two_above,
     quotients,
     storable_scales,
@@ -46,6 +51,16 @@ NVFP4_MODELOPT = replace(
     word="ModelOpt nvfp4",
     parts={"codes": "", "scales": "_scale", "tensor_scale": "_scale_2"},
     tensor_scale="factor",
+)
+NVFP4_STACK = replace(
+    NVFP4_MODELOPT,
+    name="nvfp4_stack",
+    word="ModelOpt nvfp4 in stacks of experts",
+    block=(16, 1),
+    usual_block=(16, 1),
+    parts={"codes": "", "scales": "_weight_scale", "tensor_scale": "_weight_scale_2"},
+    packs_rows=True,
+    scales_stack=True,
 )
 
 
@@ -138,6 +153,25 @@ class Nvfp4(Codec):
         steps = quotients(largest, LARGEST_E2M1)
         scales = steps / tensor_scale if _is_factor(quant_spec) else steps * tensor_scale
         return storable_scales(quant_spec.scale_dtype, scales)
+
+
+class Nvfp4Stack(Nvfp4):
+    """NVFP4 of which two rows share a byte."""
+
+    in_torch: ClassVar[Blockwise] = InTorch(
+        lambda codes: _apart(E2M1_IN_TORCH.elements(codes.reshape(len(codes) // 2, -1))),
+        lambda quotients: E2M1_IN_TORCH.nearest(_side_by_side(quotients)).view(len(quotients), -1),
+    )
+    in_loops: ClassVar[Blockwise | None] = None
+
+
+def _side_by_side(rows: Tensor) -> Tensor:
+    """Pairs of rows as one each, in which they take turns: [rows / 2, 2 * columns]."""
+    return rows.view(len(rows) // 2, 2, -1).transpose(1, 2).reshape(len(rows) // 2, -1)
+
+
+def _apart(pairs: Tensor) -> Tensor:
+    return pairs.view(len(pairs), -1, 2).transpose(1, 2).reshape(2 * len(pairs), -1)
 
 
 def _is_factor(quant_spec: QuantSpec) -> bool:

@@ -51,6 +51,8 @@ _FORMS = {
     (".qscale_weight",): "FP8 with qscale_weight",
 }
 """Endings of names that a module in a format has, the most telling first."""
+_INPUT_SCALE = re.compile(r"[._]input(_global)?_scale$")
+_CODES = ("", ".weight", ".weight_packed")
 _LONGEST_NAME = 40
 _FP8 = "fp8"
 
@@ -271,6 +273,12 @@ class PlainNumbers:
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
         return tensor.name in self._weights[source].unknown or self._weight(source, tensor) is not None
+
+    def is_of_unread(self, source: int, tensor: StoredTensor) -> bool:
+        """Whether a scale of inputs belongs to codes that are only copied, and so comes with them."""
+        unknown = self._weights[source].unknown
+        matrix = _INPUT_SCALE.sub("", tensor.name)
+        return matrix != tensor.name and any(f"{matrix}{each}" in unknown for each in _CODES)
 
     def is_integer(self, source: int, tensor: StoredTensor) -> bool:
         return not tensor.dtype.is_mergeable and not self.is_quantised(source, tensor)

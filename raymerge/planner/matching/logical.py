@@ -385,8 +385,8 @@ def scales_of_run(
     """The scales of a run of ``count`` elements of a packed tensor; it begins and ends where a scale row
     does.
 
-    ``of_tensor`` holds the one scale of each matrix, where there is one; the result names it if the run lies
-    within one matrix.
+    ``of_tensor`` holds the one scale of each matrix, or of all, where there is one; the result names it if
+    the run has one alone.
 
     Raises ValueError: it begins or ends elsewhere."""
     encoding = encoding_of(quant_spec)
@@ -400,8 +400,9 @@ def scales_of_run(
         (last - first) * per_scale_row,
     )
     size = quant_spec.rows * quant_spec.columns
-    matrix = start // size
-    if of_tensor is None or start + count > (matrix + 1) * size:
+    matrix = 0 if quant_spec.format.scales_stack else start // size
+    is_of_several = start + count > (matrix + 1) * size and not quant_spec.format.scales_stack
+    if of_tensor is None or is_of_several:
         return scales
     place = of_tensor.offset + of_tensor.dtype.nbytes(matrix)
     return replace(scales, tensor_key=of_tensor.key, tensor_offset=place)

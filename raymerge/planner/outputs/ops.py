@@ -98,7 +98,7 @@ class OutFormats:
             if own is not None and (choice is not None or self._wanted is None):
                 return OutputEncoding(own.format.element_dtype, own)
             return self._plain(lead, role, source, is_freed=own is not None)
-        if choice.value != _PLAIN and own is not None and own.format is self._format(choice, source):
+        if own is not None and self._is_own(choice, own.format, source):
             return OutputEncoding(own.format.element_dtype, own)
         if choice.value != _PLAIN and not self._speaks_of(choice, lead, source):
             return self._plain(lead, role, source, is_freed=own is not None)
@@ -225,9 +225,19 @@ class OutFormats:
         if self._is_gpt_oss(choice, source):
             return form
         stored = self._logical[source].formats
-        alike = [each for each in stored if each.recipe_name == form.name and each != MXFP4]
+        # Layouts of stacks are no modules'.
+        layouts = (each for each in stored if each != MXFP4 and not each.scales_stack)
+        alike = [each for each in layouts if each.recipe_name == form.name]
         fresh = MXFP4_BYTES if self._logical[source].has_byte_experts else MXFP4_ROWS
         return next(iter(alike), fresh if form == MXFP4 else form)
+
+    def _is_own(self, choice: FormatChoice, own: Format, source: int) -> bool:
+        """Whether what is asked for is the format that a tensor has in the source."""
+        if choice.value == _PLAIN:
+            return False
+        if own.scales_stack:
+            return own.recipe_name == format_named(choice.value).recipe_name
+        return own is self._format(choice, source)
 
     def _fault(self, form: Format, lead: StoredTensor, source: int) -> str | None:
         if form == MXFP4 and not self._logical[source].is_turned(lead.name, MXFP4):
@@ -330,7 +340,7 @@ class OpMaker:
             blocks = self._unknown_layout(chosen, lead, settings)
         elif only is None and settings is not None and self._is_one_run(chosen, settings, written):
             blocks = (self._whole(chosen, form),)
-        if blocks is None or not self._are_matrices(aligned, blocks, written.quant_spec):
+        if blocks is None or not self._have_scales(chosen, blocks, written.quant_spec, only=only):
             return None
         if only is not None:
             blocks = [block for number, block in enumerate(blocks) if number in only]
@@ -397,11 +407,22 @@ class OpMaker:
         )
         return None
 
-    def _are_matrices(self, aligned: Aligned, blocks: Sequence[Block], quant_spec: QuantSpec | None) -> bool:
-        """Whether each block has the scales of a matrix: one that all of it shares, or those of its rows;
-        else a finding."""
+    def _have_scales(
+        self,
+        chosen: BoundOutput,
+        blocks: Sequence[Block],
+        quant_spec: QuantSpec | None,
+        *,
+        only: Collection[int] | None,
+    ) -> bool:
+        """Whether each block has the scales of a matrix: one that all of it shares, or those of its rows; or
+        that of the whole stack, if it is all of that. Else a finding."""
         if quant_spec is None:
             return True
+        if quant_spec.format.scales_stack:
+            is_whole = only is None and len(blocks) == 1
+            return is_whole or self._part_of_stack(chosen, quant_spec)
+        aligned = chosen.aligned
         size, is_one = quant_spec.rows * quant_spec.columns, quant_spec.tensor_scale_dtype is not None
         if all(
             block.num_elements == size
@@ -445,6 +466,21 @@ class OpMaker:
         count = lead.num_elements
         place = Place(lead, 0, count, own.shape_in(aligned.lead, form), None)
         return Block(0, count, ((aligned.lead, place),))
+
+    def _part_of_stack(self, chosen: BoundOutput, quant_spec: QuantSpec) -> bool:
+        aligned = chosen.aligned
+        self._findings.tensor(
+            self._sources[aligned.span.lead.source].name,
+            f"{{count}} tensors are {quant_spec.format.word} with one scale for all, which only the largest "
+            "number of all of them tells: they are only made at once, from stacks in the same order, by a "
+            f"method that looks at each element alone (here: {chosen.assignment.method.name})",
+            "Use such a method for all experts (linear, task_arithmetic), store them as plain numbers "
+            "(out_format: [{role: expert, value: bf16}, same]), or take them from one source unchanged "
+            "(merge_method: passthrough, without dtype).",
+            example=f"{aligned.lead} {list(quant_spec.shape)}",
+            key="one scale of a stack",
+        )
+        return False
 
     def _several_scales(self, source: int, name: str, quant_spec: QuantSpec) -> None:
         held = self._sources[source]
@@ -548,11 +584,12 @@ class OpMaker:
 
 
 def _runs_on(quant_spec: QuantSpec | None) -> bool:
-    """Whether the matrices of a stack can be read and written as one: no scale is that of a whole matrix, and
+    """Whether the matrices of a stack can be read and written as one: no scale is that of one matrix, and
     none is shared by rows of two matrices."""
-    return quant_spec is None or (
-        quant_spec.tensor_scale_dtype is None and not quant_spec.rows % quant_spec.cut_height
-    )
+    if quant_spec is None:
+        return True
+    is_of_matrix = quant_spec.tensor_scale_dtype is not None and not quant_spec.format.scales_stack
+    return not is_of_matrix and not quant_spec.rows % quant_spec.cut_height
 
 
 def disposition_of(chosen: BoundOutput, settings: Settings | None) -> Disposition:

@@ -154,7 +154,8 @@ class OutputBuilder:
         groups = self._groups(aligned, written)
         if groups is None:
             return None
-        if source in self.scales.quantised and is_activation_scale(aligned.lead):
+        is_scale = source in self.scales.quantised and is_activation_scale(aligned.lead)
+        if is_scale and not self._plain.is_of_unread(source, lead):
             scale = self.scales.alone(groups[0].chosen, lead)
             self._settle_held(aligned)
             return scale
