@@ -259,7 +259,8 @@ def _read_choice(value: object) -> Choice:
 
 OUT_FORMATS = (
     *("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", "mxfp4"),
-    *("nvfp4", "nvfp4_modelopt", "int4"),
+    *("nvfp4", "nvfp4_modelopt", "int4", "int4_channel", "int4_asymmetric", "int4_channel_asymmetric"),
+    *("int8_channel", "int8_asymmetric"),
 )
 """``same``: as in the checkpoint that gives the names; ``bf16``: plain numbers."""
 

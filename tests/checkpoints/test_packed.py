@@ -45,7 +45,7 @@ from raymerge.checkpoints.quantisation.fp8 import (
     fp8_blocks,
     implied_block,
 )
-from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.int4 import INT4, INT4_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
@@ -327,7 +327,7 @@ def test_methods_that_are_not_read_are_named(table: dict[str, Any], method: str,
         ({"strategy": "group", "group_size": 32}, Scheme(FP8_BLOCK, (1, 32))),
         ({"strategy": None, "group_size": -1}, Scheme(FP8_CHANNEL, None)),
         ({"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}, Scheme(INT4, (1, 32))),
-        ({"type": "int", "num_bits": 4, "strategy": "channel"}, Scheme(INT4, (1, 0))),
+        ({"type": "int", "num_bits": 4, "strategy": "channel"}, Scheme(INT4_CHANNEL, None)),
         ({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, Scheme(NVFP4, None)),
         ({"num_bits": 4, "strategy": "group", "group_size": 32}, Scheme(MXFP4_ROWS, None)),
         ({"actorder": "weight"}, Scheme(FP8_TENSOR, None)),

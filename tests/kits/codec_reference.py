@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_STACK, FP8_TENSOR, MXFP8
-from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC
+from raymerge.checkpoints.quantisation.int4 import (
+    INT4,
+    INT4_ASYMMETRIC,
+    INT4_CHANNEL,
+    INT4_CHANNEL_ASYMMETRIC,
+)
 from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT, NVFP4_STACK
@@ -33,7 +38,9 @@ ELEMENTS = {
     NVFP4_MODELOPT: E2M1,
     NVFP4_STACK: E2M1,
     INT4: np.arange(16.0) - 8,
+    INT4_CHANNEL: np.arange(16.0) - 8,
     INT4_ASYMMETRIC: np.arange(16.0),
+    INT4_CHANNEL_ASYMMETRIC: np.arange(16.0),
     INT8_CHANNEL: np.arange(256).astype(np.int8).astype(np.float64),
     INT8_ASYMMETRIC: np.arange(256).astype(np.int8).astype(np.float64),
 }
@@ -73,7 +80,7 @@ def zeros_of(quant_spec: QuantSpec, stored: Array | None) -> Array:
     if stored is None:
         return np.zeros((1, 1))
     grid = stored.view(np.int8)
-    if quant_spec.format == INT4_ASYMMETRIC:
+    if quant_spec.format in (INT4_ASYMMETRIC, INT4_CHANNEL_ASYMMETRIC):
         words = stored.view("<u4").reshape(-1, 1, quant_spec.grid[1])
         grid = words >> np.arange(0, 32, 4, dtype=np.uint32)[:, None] & 15
     grid = grid.reshape(-1, quant_spec.grid[1])[: quant_spec.rows]

@@ -12,7 +12,7 @@ from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_STACK, FP8_TENSOR, MXFP8
-from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC
+from raymerge.checkpoints.quantisation.int4 import INT4, INT4_ASYMMETRIC, INT4_CHANNEL
 from raymerge.checkpoints.quantisation.int8 import INT8_ASYMMETRIC, INT8_CHANNEL
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4, NVFP4_MODELOPT, NVFP4_STACK
@@ -236,7 +236,7 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
     "INT4 per channel": (
         {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.F16, (6, 1))},
         compressed({**W4, "strategy": "channel", "group_size": None, "actorder": "static"}),
-        (INT4, (6, 64), (1, 64)),
+        (INT4_CHANNEL, (6, 64), (1, 64)),
     ),
     "NVFP4": (
         {

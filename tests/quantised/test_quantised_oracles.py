@@ -24,7 +24,10 @@ from kits.recipe_maker import linear as mean_of
 from kits.recipe_maker import one as one_model
 from safetensors.torch import load_file
 
-FRESH = ("fp8_channel", "fp8_tensor", "int4", "mxfp4", "nvfp4")
+FRESH = (
+    *("fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4", "int4_channel", "int4_asymmetric"),
+    *("int4_channel_asymmetric", "int8_channel", "int8_asymmetric"),
+)
 """Formats that codes of plain numbers are made in, with a table of compressed-tensors."""
 READ: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "fp8_block": ("float-quantized", {**BLOCK, "symmetric": True}),
@@ -72,7 +75,9 @@ def _check_compressed(root: Path) -> None:
     assert checked == 7
 
 
-@pytest.mark.parametrize("form", FRESH)
+@pytest.mark.parametrize(
+    "form", slow_but(FRESH, "fp8_tensor", "mxfp4", "nvfp4", "int4_channel_asymmetric", "int8_asymmetric")
+)
 def test_compressed_tensors_decodes_codes_of_plain_numbers(
     form: str, plain: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -64,6 +64,8 @@ _WORDS: Mapping[Format, tuple[str, str, str]] = MappingProxyType(
         fp8.FP8_TENSOR: ("float-quantized", "float", "tensor"),
         int4.INT4: ("pack-quantized", "int", "group"),
         int4.INT4_ASYMMETRIC: ("pack-quantized", "int", "group"),
+        int4.INT4_CHANNEL: ("pack-quantized", "int", "channel"),
+        int4.INT4_CHANNEL_ASYMMETRIC: ("pack-quantized", "int", "channel"),
         int8.INT8_CHANNEL: ("int-quantized", "int", "channel"),
         int8.INT8_ASYMMETRIC: ("int-quantized", "int", "channel"),
         mxfp4.MXFP4_ROWS: ("mxfp4-pack-quantized", "float", "group"),
@@ -181,7 +183,7 @@ def _fresh_table(
     has_bytes = form.code_bits == 8
     weights = {
         "dynamic": False,
-        "group_size": None if has_bytes else block[1],
+        "group_size": None if has_bytes else block[1] or None,
         "num_bits": form.code_bits,
         **({"scale_dtype": "torch.uint8"} if form == mxfp4.MXFP4_ROWS else {}),
         "strategy": strategy,
@@ -291,7 +293,10 @@ def _add_packed(search: Search, codes: StoredTensor) -> None:
     alike = [form for form in _PACKED_FORMATS if form.code_dtype is codes.dtype]
     form = next((each for each in alike if scales.dtype in each.scale_dtypes), alike[-1])
     if form == int4.INT4:
-        integers = _with_zero_points(search, codes, (form, block, shape), int4.INT4_ASYMMETRIC)
+        by_row = (int4.INT4_CHANNEL, int4.INT4_CHANNEL_ASYMMETRIC)
+        is_by_row = groups == 1 and any(each.format in by_row for each in search.declared_of(module).schemes)
+        symmetric, asymmetric = by_row if is_by_row else (form, int4.INT4_ASYMMETRIC)
+        integers = _with_zero_points(search, codes, (symmetric, block, shape), asymmetric)
         if integers is None:
             return
         form = integers
@@ -358,6 +363,8 @@ COMPRESSED_TENSORS = QuantMethod(
     {
         int4.INT4: int4.Int4(),
         int4.INT4_ASYMMETRIC: int4.Int4Asymmetric(),
+        int4.INT4_CHANNEL: int4.Int4(),
+        int4.INT4_CHANNEL_ASYMMETRIC: int4.Int4Asymmetric(),
         int8.INT8_CHANNEL: int8.Int8(),
         int8.INT8_ASYMMETRIC: int8.Int8Asymmetric(),
         nvfp4.NVFP4: nvfp4.Nvfp4(),

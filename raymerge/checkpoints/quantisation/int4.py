@@ -1,4 +1,4 @@
-"""INT4: integers from -8 to 7 with a scale for each group, as compressed-tensors packs them.
+"""INT4: integers from -8 to 7 with a scale for each group or row, as compressed-tensors packs them.
 
 ``pack-quantized``: eight codes to an I32, and a tensor of the shape, needed where only it gives the number
 of columns. Where 0 has not the same code in all groups (``symmetric: false``), its codes are packed down the
@@ -53,16 +53,32 @@ INT4_ASYMMETRIC = replace(
     parts={**INT4.parts, "zero_points": "_zero_point"},
     zero_points=DType.I32,
 )
+INT4_CHANNEL = replace(
+    INT4,
+    name="int4_channel",
+    recipe_name="int4_channel",
+    word="int4_channel",
+    block=(1, WHOLE),
+    usual_block=(1, WHOLE),
+)
+INT4_CHANNEL_ASYMMETRIC = replace(
+    INT4_ASYMMETRIC,
+    name="int4_channel_asymmetric",
+    recipe_name="int4_channel_asymmetric",
+    word="int4_channel with zero points",
+    block=(1, WHOLE),
+    usual_block=(1, WHOLE),
+)
 SHAPE_ENDING = ".weight_shape"
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
     if weights.kind != ("int", 4):
         return None
-    form = INT4 if weights.is_symmetric else INT4_ASYMMETRIC
     if weights.strategy == "group" and weights.group:
-        return Scheme(form, (1, weights.group))
-    return Scheme(form, (1, WHOLE)) if weights.strategy == "channel" else None
+        return Scheme(INT4 if weights.is_symmetric else INT4_ASYMMETRIC, (1, weights.group))
+    form = INT4_CHANNEL if weights.is_symmetric else INT4_CHANNEL_ASYMMETRIC
+    return Scheme(form, None) if weights.strategy == "channel" else None
 
 
 _MOST_CHECKS = 64
