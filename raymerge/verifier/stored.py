@@ -206,8 +206,10 @@ class Blocks:
 
     @cached_property
     def _largest_scale(self) -> float:
-        stored = self._codes.scales(0, self._codes.total)
-        return float(numeric.scale_numbers(self._codes.encoding.scale_dtype, stored).max())
+        dtype, total = self._codes.encoding.scale_dtype, self._codes.total
+        step = -(-_CHUNK // self._unit) * self._unit
+        runs = (self._codes.scales(first, min(step, total - first)) for first in range(0, total, step))
+        return max(float(numeric.scale_numbers(dtype, run).max()) for run in runs)
 
 
 def elements_of(read: Input, reader: Reader, *, first: int = 0, exact: bool = False) -> Elements:
