@@ -203,50 +203,6 @@ MUTATIONS = (
         "planner/test_planner_quantised.py planner/test_planner_tables.py",
     ),
     Mutation(
-        "checkpoints/quantisation/nvfp4.py",
-        "view(len(pairs), -1, 2).transpose(1, 2)",
-        "view(len(pairs), -1, 2)",
-        STACKS,
-    ),
-    Mutation(
-        "planner/matching/logical.py",
-        "0 if quant_spec.format.scales_stack else start // size",
-        "start // size",
-        STACKS,
-    ),
-    Mutation("planner/outputs/ops.py", "only is None and len(blocks) == 1", "True", STACKS),
-    Mutation(
-        "planner/outputs/outputs.py",
-        "is_scale and not self._plain.is_of_unread(source, lead)",
-        "is_scale",
-        STACKS,
-    ),
-    Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "True", SCALES),
-    Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "each.had == own.had", QUANTISED),
-    Mutation(
-        "planner/outputs/scale_groups.py", "not made and len(sources) == 1", "len(sources) == 1", SCALES
-    ),
-    Mutation("planner/outputs/scale_groups.py", "            made = names\n", "", QUANTISED),
-    Mutation(
-        "checkpoints/quantisation/detect.py", "if declared.scales_inputs and self", "if self", QUANTISED
-    ),
-    Mutation(
-        "checkpoints/quantisation/detect.py", "self._without_input_scale.append(packed.name)", "pass", SCALES
-    ),
-    Mutation("planner/inputs/served_scales.py", "own[0] if self.is_expert else own.max", "own.max", SCALES),
-    Mutation(
-        "planner/inputs/served_scales.py",
-        "own / taken if self.is_divisor else taken / own",
-        "taken / own",
-        SCALES,
-    ),
-    Mutation(
-        "verifier/structure.py",
-        "made = [each for each in factors if not copied",
-        "made = [each for each in found if copied",
-        SCALES,
-    ),
-    Mutation(
         "merge_plan/segments.py",
         "return math.lcm(*scale_rows)",
         "return BLOCK",
@@ -453,6 +409,62 @@ MUTATIONS = (
         "if name not in donor.companions or before == after:",
         "if True:",
         "quantised/test_quantised_modelopt.py",
+    ),
+    Mutation("execute/lane.py", "if any(are_negative(", "if False and any(are_negative(", HOSTILE),
+    Mutation("checkpoints/quantisation/nvfp4.py", "if len(others) * 2 <= len(scales):", "if True:", HOSTILE),
+    Mutation(
+        "execute/encoding.py",
+        "rows[:, used // 2] &= 15 if used % 2 else 0",
+        "pass",
+        "quantised/test_quantised_integers.py",
+    ),
+    Mutation(
+        "planner/outputs/routing_tables.py", "(entries < 0) | (entries >= num_experts)", "entries < 0", _V4
+    ),
+    # One scale for what servers join
+    Mutation(
+        "checkpoints/quantisation/nvfp4.py",
+        "view(len(pairs), -1, 2).transpose(1, 2)",
+        "view(len(pairs), -1, 2)",
+        STACKS,
+    ),
+    Mutation(
+        "planner/matching/logical.py",
+        "0 if quant_spec.format.scales_stack else start // size",
+        "start // size",
+        STACKS,
+    ),
+    Mutation("planner/outputs/ops.py", "only is None and len(blocks) == 1", "True", STACKS),
+    Mutation(
+        "planner/outputs/outputs.py",
+        "is_scale and not self._plain.is_of_unread(source, lead)",
+        "is_scale",
+        STACKS,
+    ),
+    Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "True", SCALES),
+    Mutation("execute/encoding.py", "(may_differ or each.had == own.had)", "each.had == own.had", QUANTISED),
+    Mutation(
+        "planner/outputs/scale_groups.py", "not made and len(sources) == 1", "len(sources) == 1", SCALES
+    ),
+    Mutation("planner/outputs/scale_groups.py", "            made = names\n", "", QUANTISED),
+    Mutation(
+        "checkpoints/quantisation/detect.py", "if declared.scales_inputs and self", "if self", QUANTISED
+    ),
+    Mutation(
+        "checkpoints/quantisation/detect.py", "self._without_input_scale.append(packed.name)", "pass", SCALES
+    ),
+    Mutation("planner/inputs/served_scales.py", "own[0] if self.is_expert else own.max", "own.max", SCALES),
+    Mutation(
+        "planner/inputs/served_scales.py",
+        "own / taken if self.is_divisor else taken / own",
+        "taken / own",
+        SCALES,
+    ),
+    Mutation(
+        "verifier/structure.py",
+        "made = [each for each in factors if not copied",
+        "made = [each for each in found if copied",
+        SCALES,
     ),
     # Workers that get on, and those that do not
     Mutation(
