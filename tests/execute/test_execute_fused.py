@@ -12,7 +12,7 @@ from kits.checkpoint_maker import sparse_checkpoint
 from kits.fused_headers import GPT_OSS_CONFIG, MAVERICK_CONFIG, gpt_oss_120b_specs, maverick_specs
 from kits.marks import slow_but
 from kits.plan_maker import same_needs
-from kits.recipe_maker import linear, slerp
+from kits.recipe_maker import deltas, linear, slerp
 from kits.segment_bench import Bench, make_bench
 
 from raymerge.api import read_recipe
@@ -47,8 +47,7 @@ def _parents(root: Path, specs: Sequence[TensorSpec], config: Mapping[str, Any])
 def _recipe(method: str, parents: Sequence[str]) -> dict[str, Any]:
     if method in ("linear", "slerp"):
         return linear(*parents[:2]) if method == "linear" else slerp(*parents[:2], t=0.4)
-    tuned = [{"model": each, "parameters": {"weight": 0.5, "density": 0.5}} for each in parents[1:]]
-    return {"merge_method": method, "base_model": parents[0], "models": tuned}
+    return deltas(method, *parents)
 
 
 def _explained(bench: Bench, recipe: Mapping[str, Any]) -> Explanation:

@@ -15,8 +15,7 @@ import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, llama_config, llama_shapes, write_checkpoint
 from kits.quantised_merges import Numbers
 from kits.quantised_models import QuantisedModel
-from kits.quantised_numbers import Values, parent_numbers, plain
-from numpy.typing import NDArray
+from kits.quantised_numbers import Values, int4_codes, int4_words, parent_numbers, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +70,17 @@ class Integers:
         meaning = ((codes - zeros[..., None]) * exact[..., None]).reshape(values.shape)
         parts = {"weight_scale": scales, **self._codes(codes.reshape(values.shape))}
         if not self.symmetric:
-            packed = _packed(zeros.T).T if self.num_bits == 4 else zeros.astype(np.int8)
+            packed = int4_words(zeros.T).T if self.num_bits == 4 else zeros.astype(np.int8)
             parts["weight_zero_point"] = torch.from_numpy(np.ascontiguousarray(packed))
         return {f"{module}.{part}": tensor for part, tensor in parts.items()}, meaning
 
     def _codes(self, codes: Values) -> dict[str, torch.Tensor]:
         if self.num_bits == 8:
             return {"weight": torch.from_numpy(codes.astype(np.int8))}
-        return {"weight_packed": torch.from_numpy(_packed(codes)), "weight_shape": torch.tensor(codes.shape)}
+        return {
+            "weight_packed": torch.from_numpy(int4_words(codes)),
+            "weight_shape": torch.tensor(codes.shape),
+        }
 
     def read(self, stored: Mapping[str, torch.Tensor], module: str) -> Numbers:
         scales = stored[f"{module}.weight_scale"].double().numpy()
@@ -88,10 +90,10 @@ class Integers:
             offsets = np.zeros_like(scales) if zeros is None else zeros.double().numpy()
         else:
             columns = int(stored[f"{module}.weight_shape"][1])
-            codes = _unpacked(stored[f"{module}.weight_packed"].numpy())[:, :columns]
+            codes = int4_codes(stored[f"{module}.weight_packed"].numpy())[:, :columns]
             offsets = np.zeros_like(scales)
             if zeros is not None:
-                offsets = _unpacked(np.ascontiguousarray(zeros.numpy().T)).T[: len(codes)]
+                offsets = int4_codes(np.ascontiguousarray(zeros.numpy().T)).T[: len(codes)]
         width = codes.shape[1] // scales.shape[1]
         spread, offsets = scales.repeat(width, 1), offsets.repeat(width, 1)
         greatest = (1 << (self.num_bits - 1)) - 1
@@ -134,20 +136,3 @@ def integer_llama(root: Path, seed: int, layout: Integers, *, hidden: int = 72) 
         root, tensors, {**config, "quantization_config": layout.table}, files=3, extra=TOKENIZER_FILES
     )
     return QuantisedModel(root, values, frozenset(quantised))
-
-
-def _packed(codes: Values) -> NDArray[np.int32]:
-    """Signed codes of 4 bits plus 8, eight of a row to an int32, the first lowest; unused ones are 0."""
-    rows, columns = codes.shape
-    unsigned = np.zeros((rows, -(-columns // 8) * 8), np.uint32)
-    unsigned[:, :columns] = codes + 8
-    words = np.zeros((rows, unsigned.shape[1] // 8), np.uint32)
-    for place in range(8):
-        words |= unsigned[:, place::8] << np.uint32(4 * place)
-    return words.view(np.int32)
-
-
-def _unpacked(words: NDArray[np.int32]) -> Values:
-    unsigned = words.view(np.uint32)
-    codes = np.stack([(unsigned >> np.uint32(4 * place)) & 15 for place in range(8)], axis=-1)
-    return codes.reshape(len(words), -1).astype(np.float64) - 8

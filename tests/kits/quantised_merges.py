@@ -16,7 +16,7 @@ import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, read_config, read_tensors, write_checkpoint
 from kits.float64_merges import Merge, linear, slerp, ties
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking, three_formats
-from kits.quantised_numbers import ScaleKind, Values, e2m1_values, e4m3_values
+from kits.quantised_numbers import ScaleKind, Values, e2m1_values, e4m3_values, int4_codes
 from numpy.typing import NDArray
 
 KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
@@ -228,9 +228,7 @@ def e2m1_numbers(pairs: NDArray[np.uint8], steps: Values) -> Numbers:
 
 
 def _int4(packed: torch.Tensor, scales: torch.Tensor) -> Numbers:
-    words = packed.numpy().view(np.uint32)
-    number = np.stack([(words >> np.uint32(4 * place)) & 15 for place in range(8)], axis=-1)
-    codes = number.reshape(len(words), -1).astype(np.float64) - 8
+    codes = int4_codes(packed.numpy())
     spread = scales.double().numpy().repeat(codes.shape[1] // scales.shape[1], 1)
     # There is one code more below zero than above.
     return Numbers(codes * spread, spread, 7 * spread)

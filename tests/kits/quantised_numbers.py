@@ -76,16 +76,28 @@ def mxfp4(values: Values) -> Coded:
 
 
 def int4(values: Values, group: int = 32) -> Coded:
-    """Symmetric 4-bit integers in runs of columns, stored plus 8, eight to an int32, the first one lowest."""
+    """Symmetric 4-bit integers in runs of columns."""
     runs = values.reshape(len(values), -1, group)
     scales = torch.from_numpy(np.abs(runs).max(-1) / 7).bfloat16()
     exact = scales.double().numpy()[..., None]
     numbers = np.clip(np.rint(runs / exact), -8, 7)
-    codes = (numbers + 8).astype(np.uint32).reshape(len(values), -1, 8)
-    packed = np.zeros(codes.shape[:2], np.uint32)
-    for place in range(8):
-        packed |= codes[..., place] << np.uint32(4 * place)
-    return Coded(torch.from_numpy(packed.view(np.int32)), scales, (numbers * exact).reshape(values.shape))
+    packed = torch.from_numpy(int4_words(numbers.reshape(values.shape)))
+    return Coded(packed, scales, (numbers * exact).reshape(values.shape))
+
+
+def int4_words(codes: Values) -> NDArray[np.int32]:
+    """Signed codes of 4 bits plus 8, eight of a row to an int32, the first lowest; unused ones are 0."""
+    rows, columns = codes.shape
+    unsigned = np.zeros((rows, -(-columns // 8) * 8), np.uint32)
+    unsigned[:, :columns] = codes + 8
+    shifted = unsigned.reshape(rows, -1, 8) << np.arange(0, 32, 4, dtype=np.uint32)
+    return np.bitwise_or.reduce(shifted, axis=2).view(np.int32)
+
+
+def int4_codes(words: NDArray[np.int32]) -> Values:
+    """The codes of ``int4_words``, with what fills the last words of rows."""
+    unsigned = words.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    return unsigned.reshape(len(words), -1).astype(np.float64) - 8
 
 
 def fp8_matrices(values: Values) -> Coded:
@@ -114,8 +126,8 @@ def nvfp4(values: Values, largest: float, *, is_factor: bool = False) -> Coded:
     """4-bit floats by runs of 16 columns; the one scale is ModelOpt's factor, or a divisor."""
     whole = torch.tensor(largest / (448 * 6)) if is_factor else torch.tensor([448 * 6 / largest])
     runs = values.reshape(len(values), -1, 16)
-    wanted = torch.from_numpy(np.abs(runs).max(-1) / 6).float()
-    scales = (wanted / whole if is_factor else wanted * whole).to(torch.float8_e4m3fn)
+    steps_of_runs = torch.from_numpy(np.abs(runs).max(-1) / 6).float()
+    scales = (steps_of_runs / whole if is_factor else steps_of_runs * whole).to(torch.float8_e4m3fn)
     steps = scales.double() * whole.double() if is_factor else scales.double() / whole.double()
     steps = steps.float().double().numpy()[..., None]
     number = _nearest(runs / steps, e2m1_values()[:8], sign=8).reshape(values.shape)

@@ -19,6 +19,13 @@ def slerp(lead: object, other: object, t: float = 0.5, **more: Any) -> dict[str,
     return {**data, "parameters": {"t": t}, **more}
 
 
+def deltas(method: str, base: object, *tuned: object, **more: Any) -> dict[str, Any]:
+    """A merge of what models differ by from their base, of which half is taken, by half."""
+    halves = {"weight": 0.5, "density": 0.5}
+    models = [{"model": _address(each), "parameters": halves} for each in tuned]
+    return {"merge_method": method, "base_model": _address(base), "models": models, **more}
+
+
 def one(model: object, **more: Any) -> dict[str, Any]:
     return {"merge_method": "passthrough", "models": [{"model": _address(model)}], **more}
 

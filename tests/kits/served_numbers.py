@@ -41,7 +41,7 @@ def joined_modules(stored: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, ..
 def served_numbers(root: Path) -> dict[str, tuple[Values, Values]]:
     """By module the numbers that a server computes with, and those that the file means."""
     stored = read_tensors(root)
-    found: dict[str, tuple[Values, Values]] = {}
+    by_module: dict[str, tuple[Values, Values]] = {}
     for modules in joined_modules(stored):
         ending = _DIVISOR if f"{modules[0]}{_DIVISOR}" in stored else _FACTOR
         scales = [stored[f"{module}{ending}"].double() for module in modules]
@@ -53,11 +53,11 @@ def served_numbers(root: Path) -> dict[str, tuple[Values, Values]]:
             steps = (blocks / each if ending == _DIVISOR else blocks * each for each in (taken, own))
             pairs = codes.view(*blocks.shape, 8).numpy()
             served, meant = (e2m1_numbers(pairs, each.float().double().numpy()).values for each in steps)
-            found[module] = served, meant
-    return found
+            by_module[module] = served, meant
+    return by_module
 
 
 def served_as_stored(root: Path) -> bool:
-    found = served_numbers(root)
-    assert found
-    return all(np.array_equal(served, meant) for served, meant in found.values())
+    by_module = served_numbers(root)
+    assert by_module
+    return all(np.array_equal(served, meant) for served, meant in by_module.values())

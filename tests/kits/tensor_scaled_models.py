@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, fields, llama_config, llama_shapes, write_checkpoint
+from kits.packed_headers import compressed
 from kits.quantised_models import QuantisedModel
 from kits.quantised_numbers import Coded, Values, fp8_matrices, mxfp8, nvfp4, parent_numbers, plain
 
@@ -46,9 +47,9 @@ def nvfp4_llama(root: Path, seed: int, *, shapes: Shapes | None = None) -> Quant
 def modelopt_llama(root: Path, seed: int, algorithm: str, *, is_legacy: bool = False) -> QuantisedModel:
     """As NVIDIA publishes it: the table in the config, and in a file beside it, or there alone."""
     size = {"NVFP4": 16, "MXFP8": 32}.get(algorithm)
-    told = {"quant_algo": algorithm, **({"group_size": size} if size else {})}
-    table = {**told, "ignore": ["lm_head"], "kv_cache_scheme": None, "quant_method": "modelopt"}
-    beside = {**told, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    algorithms = {"quant_algo": algorithm, **({"group_size": size} if size else {})}
+    table = {**algorithms, "ignore": ["lm_head"], "kv_cache_scheme": None, "quant_method": "modelopt"}
+    beside = {**algorithms, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
     config = llama_config(layers=1, hidden=64)
     return _written(
         root,
@@ -87,7 +88,7 @@ def nvfp4_mixture(
     if is_modelopt:
         table = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
     is_code = lambda name: ".experts." in name or "_a_proj" in name  # noqa: E731
-    stored = partial(_as_joined_nvfp4, is_modelopt=is_modelopt)
+    stored = partial(_as_nvfp4, is_modelopt=is_modelopt, largest=_JOINED_LARGEST)
     return _written(root, seed, {**config, "quantization_config": table}, shapes, is_code, stored)
 
 
@@ -132,13 +133,7 @@ def _llama(
 
 
 def _table(form: str) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": dict(_WEIGHTS[form])}
-    return {
-        "config_groups": {"group_0": group},
-        "format": form,
-        "ignore": ["lm_head"],
-        "quant_method": "compressed-tensors",
-    }
+    return compressed(_WEIGHTS[form], format=form, ignore=["lm_head"])
 
 
 def _written(
@@ -166,43 +161,29 @@ def _written(
     return QuantisedModel(root, values, frozenset(name for name in shapes if is_code(name)))
 
 
-def _as_fp8(name: str, values: Values) -> tuple[Coded, Parts]:
+def _as_fp8(name: str, values: Values, *, is_modelopt: bool = False) -> tuple[Coded, Parts]:
     coded = fp8_matrices(values)
     inputs = torch.tensor([float(np.abs(values).sum())])
-    scale = coded.scales.squeeze() if ODD in name else coded.scales
-    parts = {"weight": coded.codes, "weight_scale": scale, "input_scale": inputs}
-    return coded, _of_module(name, parts)
+    scale = coded.scales.squeeze() if is_modelopt or ODD in name else coded.scales
+    parts = {"weight": coded.codes, "weight_scale": scale}
+    return coded, _of_module(name, {**parts, "input_scale": inputs.squeeze() if is_modelopt else inputs})
 
 
-def _nvfp4(name: str, values: Values, *, is_factor: bool) -> tuple[Coded, torch.Tensor]:
-    largest = float(np.abs(values).max()) * (1024 if ODD in name else 1)
-    largest = _JOINED_LARGEST if any(word in name for word in JOINED) else largest
-    coded = nvfp4(values, largest, is_factor=is_factor)
+def _as_nvfp4(
+    name: str, values: Values, *, is_modelopt: bool = False, largest: float | None = None
+) -> tuple[Coded, Parts]:
+    """``largest`` is what the scale of the whole matrix is for, where all have the same."""
+    if largest is None:
+        is_joined = any(word in name for word in JOINED)
+        largest = _JOINED_LARGEST if is_joined else float(np.abs(values).max()) * (1024 if ODD in name else 1)
+    coded = nvfp4(values, largest, is_factor=is_modelopt)
     assert coded.whole is not None
-    return coded, coded.whole
-
-
-def _as_joined_nvfp4(name: str, values: Values, *, is_modelopt: bool) -> tuple[Coded, Parts]:
-    coded = nvfp4(values, _JOINED_LARGEST, is_factor=is_modelopt)
-    assert coded.whole is not None
-    names = ("weight_packed", "weight_global_scale", "input_global_scale")
-    codes, whole, inputs = ("weight", "weight_scale_2", "input_scale") if is_modelopt else names
-    parts = {codes: coded.codes, "weight_scale": coded.scales, whole: coded.whole}
-    scale = torch.full_like(coded.whole, float(np.abs(values).sum()))
-    return coded, _of_module(name, {**parts, inputs: scale})
-
-
-def _as_modelopt_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
-    coded, whole = _nvfp4(name, values, is_factor=True)
-    parts = {"weight": coded.codes, "weight_scale": coded.scales, "weight_scale_2": whole}
-    return coded, _of_module(name, {**parts, "input_scale": torch.tensor(float(np.abs(values).sum()))})
-
-
-def _as_modelopt_fp8(name: str, values: Values) -> tuple[Coded, Parts]:
-    coded = fp8_matrices(values)
-    inputs = torch.tensor(float(np.abs(values).sum()))
-    scale = coded.scales.squeeze()
-    return coded, _of_module(name, {"weight": coded.codes, "weight_scale": scale, "input_scale": inputs})
+    inputs = torch.full_like(coded.whole, float(np.abs(values).sum()))
+    names = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+    if is_modelopt:
+        names = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    parts = zip(names, (coded.codes, coded.scales, coded.whole, inputs), strict=True)
+    return coded, _of_module(name, dict(parts))
 
 
 def _as_mxfp8(name: str, values: Values) -> tuple[Coded, Parts]:
@@ -210,14 +191,11 @@ def _as_mxfp8(name: str, values: Values) -> tuple[Coded, Parts]:
     return coded, _of_module(name, {"weight": coded.codes, "weight_scale": coded.scales})
 
 
-_MODELOPT = {"NVFP4": _as_modelopt_nvfp4, "FP8": _as_modelopt_fp8, "MXFP8": _as_mxfp8}
-
-
-def _as_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
-    coded, whole = _nvfp4(name, values, is_factor=False)
-    parts = {"weight_packed": coded.codes, "weight_scale": coded.scales, "weight_global_scale": whole}
-    inputs = torch.tensor([float(np.abs(values).sum())])
-    return coded, _of_module(name, {**parts, "input_global_scale": inputs})
+_MODELOPT = {
+    "NVFP4": partial(_as_nvfp4, is_modelopt=True),
+    "FP8": partial(_as_fp8, is_modelopt=True),
+    "MXFP8": _as_mxfp8,
+}
 
 
 def _of_module(name: str, parts: Parts) -> Parts:
