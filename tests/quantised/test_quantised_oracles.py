@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
 from kits import torchao_decoder
 from kits.checkpoint_maker import TOKENIZER_FILES, read_config, read_tensors, tiny_llama, write_checkpoint
 from kits.integer_models import LAYOUTS, integer_llama
@@ -61,6 +59,10 @@ def _by_module(root: Path) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
 
 
 def _check_compressed(root: Path) -> None:
+    # Takes seconds to import: not for every process that collects tests.
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
     table = read_config(root)["quantization_config"]
     scheme = QuantizationScheme(**table["config_groups"]["group_0"])
     compressor, ours = BaseCompressor.get_value_from_registry(table["format"]), _decoded(root)
