@@ -17,7 +17,7 @@ from kits.marks import slow_but
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = (*FAULTS, *STORAGE_FAULTS, *NODE_FAULTS)
 SAMPLED = [fault for fault in LISTED if fault.sample]
-QUICK = [fault for fault in SAMPLED if fault.inject.__name__ in ("drivers_killed", "disk_errors")]
+QUICK = [fault for fault in SAMPLED if fault.inject.__name__ == "disk_errors"]
 
 
 @pytest.fixture(scope="module")

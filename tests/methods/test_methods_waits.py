@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kits.counted_gpu import GPU, counted_waits
+from kits.marks import slow_but
 from kits.method_kit import Case, default_case, make_settings, merge, random_inputs, same_bits
 
 from raymerge.methods import Access, Method, methods
@@ -46,7 +47,10 @@ def _waits(method: Method, cuts: Sequence[int]) -> int:
 
 @pytest.mark.parametrize(
     "method",
-    [each for each in methods().values() if each.access is not Access.MATRIX],
+    slow_but(
+        [each for each in methods().values() if each.access is not Access.MATRIX],
+        *(each for each in methods().values() if each.name in (*MOST, "slerp", "dare_ties")),
+    ),
     ids=lambda each: each.name,
 )
 def test_no_tile_waits_and_each_pass_at_most_once(method: Method) -> None:

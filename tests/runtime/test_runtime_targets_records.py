@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kits.marks import slow_but
 from kits.merge_cases import INLINE, Family, recipes
 from kits.s3_server import S3Server, s3_server
 
@@ -41,7 +42,7 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(params=["directory", "object store"])
+@pytest.fixture(params=slow_but(["directory", "object store"], "object store"))
 def place(request: pytest.FixtureRequest, s3: S3Server, tmp_path: Path) -> str:
     return str(tmp_path / "out") if request.param == "directory" else s3.place(tmp_path.name)
 
