@@ -93,11 +93,11 @@ def test_experts_of_one_model_come_verbatim_into_a_merge_of_the_rest(
     one, other = models
     rule = {"glob": "*.ffn.experts.*", "merge_method": "passthrough", "sources": [str(other.root)]}
     merge(mean_of(one, other, methods=[rule]), tmp_path / "out")
-    found, wanted = read_tensors(tmp_path / "out"), read_tensors(other.root)
-    taken = {name for name in found if ".ffn.experts." in name}
+    merged, donor = read_tensors(tmp_path / "out"), read_tensors(other.root)
+    taken = {name for name in merged if ".ffn.experts." in name}
     assert any(name.endswith(".scale") for name in taken)
     assert any(name.startswith("mtp.") for name in taken)
-    assert all(same_bytes(found[name], wanted[name]) for name in taken)
+    assert all(same_bytes(merged[name], donor[name]) for name in taken)
     rest = {name: each for name, each in merged_values(models, linear(0.5, 0.5)).items() if name not in taken}
     numbers = read_numbers(tmp_path / "out")
     for name, (values,) in rest.items():
@@ -111,11 +111,11 @@ def test_tables_of_experts_follow_a_permutation(
 ) -> None:
     (tmp_path / "base").symlink_to(models[0].root)
     out = submitted(tmp_path, "out", {"keep": [2, 0, 3, 1]})
-    found, wanted = read_tensors(out), read_tensors(models[0].root)
-    assert torch.equal(found[TABLE], torch.tensor([1, 3, 0, 2]).int()[wanted[TABLE].long()])
+    merged, parent = read_tensors(out), read_tensors(models[0].root)
+    assert torch.equal(merged[TABLE], torch.tensor([1, 3, 0, 2]).int()[parent[TABLE].long()])
     for leaf in ("weight", "scale"):
-        taken = wanted[f"mtp.0.ffn.experts.3.w2.{leaf}"]
-        assert same_bytes(found[f"mtp.0.ffn.experts.2.w2.{leaf}"], taken)
+        taken = parent[f"mtp.0.ffn.experts.3.w2.{leaf}"]
+        assert same_bytes(merged[f"mtp.0.ffn.experts.2.w2.{leaf}"], taken)
     assert read_config(out) == read_config(models[0].root)
     assert not audit(out, AuditOptions(1.0), INLINE).num_problems
 
@@ -137,14 +137,14 @@ def test_experts_become_fp8_without_loss_and_the_run_proves_it(
 ) -> None:
     model = models[0]
     merged = merge(conversion(model.root, "fp8_block"), tmp_path / "out")
-    found, stored = read_numbers(tmp_path / "out"), read_tensors(tmp_path / "out")
+    numbers, stored = read_numbers(tmp_path / "out"), read_tensors(tmp_path / "out")
     assert stored[EXPERT].dtype is torch.float8_e4m3fn
     assert stored[scale_name(EXPERT)].dtype is torch.float8_e8m0fnu
-    assert all(np.array_equal(found[name].values, values) for name, values in model.values.items())
+    assert all(np.array_equal(numbers[name].values, values) for name, values in model.values.items())
     experts = sum(".ffn.experts." in name for name in model.values)
     assert _proof(merged) == ConversionProof(experts, _num_blocks(model), 0, 0, None)
-    wanted = read_config(model.root)
-    assert read_config(tmp_path / "out") == {**wanted, "expert_dtype": "fp8"}
+    config = read_config(model.root)
+    assert read_config(tmp_path / "out") == {**config, "expert_dtype": "fp8"}
     assert verify(tmp_path / "out").problems == ()
 
 
@@ -174,9 +174,9 @@ def test_a_block_with_scales_too_far_apart_is_told(exponents: int, inexact: int,
         assert proof.worst is not None
         assert (proof.worst.name, proof.worst.inexact_blocks) == (EXPERT, 1)
         assert proof.worst.largest_error == lost[EXPERT] == 0.5 * 2.0 ** (120 - 15 - 127)
-        kept = json.loads((tmp_path / "out" / "raymerge" / "encoding_errors.json").read_text())
-        (told,) = [each for each in kept["tensors"] if each["inexact_blocks"]]
-        assert told["name"] == EXPERT
+        record = json.loads((tmp_path / "out" / "raymerge" / "encoding_errors.json").read_text())
+        (tensor,) = [each for each in record["tensors"] if each["inexact_blocks"]]
+        assert tensor["name"] == EXPERT
 
 
 def test_a_merge_has_no_proof(models: tuple[QuantisedModel, QuantisedModel], tmp_path: Path) -> None:
@@ -185,15 +185,15 @@ def test_a_merge_has_no_proof(models: tuple[QuantisedModel, QuantisedModel], tmp
     assert event.proof is None
 
 
-@pytest.mark.parametrize("asked", ["bf16", ["expert:bf16", "same"]])
+@pytest.mark.parametrize("form", ["bf16", ["expert:bf16", "same"]])
 def test_experts_in_bfloat16_leave_no_word_of_fp4(
-    asked: Any, models: tuple[QuantisedModel, QuantisedModel], tmp_path: Path
+    form: Any, models: tuple[QuantisedModel, QuantisedModel], tmp_path: Path
 ) -> None:
-    merge(conversion(models[0].root, asked), tmp_path / "out")
-    found, config = read_tensors(tmp_path / "out"), read_config(tmp_path / "out")
-    assert np.array_equal(found[EXPERT].double().numpy(), models[0].values[EXPERT])
+    merge(conversion(models[0].root, form), tmp_path / "out")
+    stored, config = read_tensors(tmp_path / "out"), read_config(tmp_path / "out")
+    assert np.array_equal(stored[EXPERT].double().numpy(), models[0].values[EXPERT])
     assert "fp4" not in json.dumps(config)
-    assert ("quantization_config" in config) == (asked != "bf16")
+    assert ("quantization_config" in config) == (form != "bf16")
     assert verify(tmp_path / "out").problems == ()
 
 
@@ -201,15 +201,15 @@ def test_experts_become_mxfp4_as_the_family_has_them(tmp_path: Path) -> None:
     """Of a base variant, whose experts are FP8, nothing else changes."""
     model = deepseek_v4(tmp_path / "model", 1, experts="fp8")
     merge(conversion(model.root, ["expert:mxfp4", "same"]), tmp_path / "out")
-    found, before = read_tensors(tmp_path / "out"), read_tensors(model.root)
-    assert found.keys() == before.keys()
-    for name, tensor in found.items():
+    stored, before = read_tensors(tmp_path / "out"), read_tensors(model.root)
+    assert stored.keys() == before.keys()
+    for name, tensor in stored.items():
         if ".ffn.experts." not in name:
             assert same_bytes(tensor, before[name]), name
         elif name.endswith(".weight"):
             rows, columns = before[name].shape
             assert (tensor.dtype, tensor.shape) == (torch.int8, (rows, columns // 2))
-            assert found[scale_name(name)].shape == (rows, columns // 32)
+            assert stored[scale_name(name)].shape == (rows, columns // 32)
     config = read_config(tmp_path / "out")
     assert config["expert_dtype"] == "fp4"
     assert config["quantization_config"]["scale_fmt"] == "ue8m0"

@@ -38,7 +38,7 @@ from raymerge.planner.moe.expert_outputs import (
     settle_routers,
 )
 from raymerge.planner.outputs.build import Decided, Unplaced, Unused, settle_unused
-from raymerge.planner.outputs.routing_tables import names_others, renumbered
+from raymerge.planner.outputs.routing_tables import has_unknown_experts, renumbered
 from raymerge.recipes.expert_set import ExpertSetRecipe
 
 _METHODS = {
@@ -177,7 +177,7 @@ class _Builder:
             for table in block.tables:
                 if numbers == [*range(block.num_experts)]:
                     yield from filter(None, [self._work.kept(table.name)])
-                elif None in numbers or names_others(self._base.checkpoint, table, block.num_experts):
+                elif None in numbers or has_unknown_experts(self._base.checkpoint, table, block.num_experts):
                     self._report_table(table, is_kept=None not in numbers)
                 else:
                     disposition = Disposition(Use.CONVERTED, Rule.RENUMBERED, table.name)

@@ -40,7 +40,7 @@ class ActivationScales:
         )
         """Sources that have such scales; models without quantisation may use the names otherwise."""
         self._names: dict[int, Mapping[tuple[str, int], str]] = {}
-        self._tables: dict[int, Declared] = {}
+        self._by_source: dict[int, Declared] = {}
 
     def alone(self, chosen: BoundOutput, lead: StoredTensor) -> Output:
         named = ((member.source, name) for member, name in chosen.members)
@@ -83,10 +83,10 @@ class ActivationScales:
                 return
 
     def _declared(self, source: int) -> Declared:
-        if source not in self._tables:
+        if source not in self._by_source:
             tables = quantisation_tables(self._sources[source].checkpoint.config)
-            self._tables[source] = read_declared(tables)
-        return self._tables[source]
+            self._by_source[source] = read_declared(tables)
+        return self._by_source[source]
 
     def join(self, outputs: Sequence[Output], rules: Rules) -> tuple[Output, ...]:
         """The outputs, with equal input scales where servers join them.

@@ -258,7 +258,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     builder.formats.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.dispositions, donor=donor)
     rule_of = partial(_rule_of_unused, context, context.merged)
-    settle_unused(context.resolver, builder.dispositions, findings, rule_of, Namesakes(context))
+    settle_unused(context.resolver, builder.dispositions, findings, rule_of, NameSuggestions(context))
     config, objections = plan_config(
         recipe, donor, sources, context.resolver.logical, sections, outputs, tie.tied
     )
@@ -330,7 +330,7 @@ def _rule_of_unused(context: PlanContext, merged: Collection[int], unused: Unuse
 _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
-class Namesakes:
+class NameSuggestions:
     """What a report says of an unused tensor: also the donor's that it may be by another name. That is one of
     the same shape, in a layer of the same number, that its source lacks; of several the one most alike."""
 
@@ -421,7 +421,7 @@ class PlanContext:
             *dict.fromkeys(base_notes(self.assignments, self.sections, sources)),
             *self.tokenizer.notes,
             *self.builder.scales.notes(outputs),
-            *self.builder.tables.notes(),
+            *self.builder.routing_tables.notes(),
             *adapter_notes(self.resolver, self.builder.dispositions),
         )
 

@@ -119,7 +119,7 @@ class OutputBuilder:
         self._plain = PlainNumbers(resolver.sources, findings)
         self._ops = OpMaker(resolver, self._plain, findings, self.dispositions)
         self.scales = ActivationScales(resolver.sources, self.dispositions)
-        self.tables = RoutingTables(resolver.sources, findings)
+        self.routing_tables = RoutingTables(resolver.sources, findings)
         self.formats = OutFormats(recipe, resolver.logical, self._main, findings)
         self._coded: dict[str, Aligned] = {}
         self.selectors = Selectors(recipe)
@@ -182,7 +182,7 @@ class OutputBuilder:
         if taken is not None:
             self._settle_held(aligned)
             return taken
-        self.tables.compare(chosen, may_lack=group.is_copied)
+        self.routing_tables.compare(chosen, may_lack=group.is_copied)
         return self._from_lead(aligned, lead, written, Rule.COPIED_FROM_LEAD)
 
     def _as_stored(self, chosen: BoundOutput) -> BoundOutput:

@@ -41,7 +41,7 @@ def renumbered(table: StoredTensor, numbers: Sequence[int], store: int) -> Outpu
     return Output(table.name, table.dtype, table.shape, (op,), False)
 
 
-def names_others(checkpoint: Checkpoint, table: StoredTensor, num_experts: int) -> bool:
+def has_unknown_experts(checkpoint: Checkpoint, table: StoredTensor, num_experts: int) -> bool:
     """Whether a table names experts that are not there; False where it is not written yet."""
     if checkpoint.unwritten is not None:
         return False
