@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
     "FP8 of a method that is not read": (
         {f"{X}.weight": f8(2, 2), f"{X}.weight_scale": f32()},
         {"quant_method": "quark"},
-        "FP8 with weight_scale",
+        "Quark",
     ),
     "Mistral's scales": (
         {f"{X}.weight": f8(2, 2), f"{X}.qscale_weight": f32()},
@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
     "integers of 8 bits": (
         {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.weight_scale": f32(4, 1)},
         FP8,
-        "I8 codes",
+        "int8_channel",
     ),
     "NVFP4 of inputs that are scaled": (
         {**GOOD["NVFP4 of ModelOpt"][0], f"{X}.pre_quant_scale": (DType.BF16, (64,))},

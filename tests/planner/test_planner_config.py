@@ -65,7 +65,7 @@ def test_patterns_of_layers_are_refused_where_no_other_table_can_be_written(tmp_
     said = refusals(stack(piece(model, 1, 2), piece(model, 0, 1)))
     assert len(said) == 2
     assert "re:.*layers.0.*" in said[0]
-    assert "2 tensors would be copied as block FP8 (such as model.layers.0.self_attn.q_proj.weight" in said[1]
+    assert "2 tensors would be copied as GPTQ (such as model.layers.0.self_attn.q_proj.weight" in said[1]
 
 
 def _predicting(root: Path, predicts: int, *, declared: int | None = None, apart: bool = False) -> Path:

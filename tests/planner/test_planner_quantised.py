@@ -171,10 +171,16 @@ def test_a_plain_stack_of_experts_beside_a_quantised_one_stays_plain(tmp_path: P
         f"{block}.gate_up_proj": (DType.BF16, (2, 8, 8)),
     }
     found = _formats(tmp_path / "a", extra)
-    assert found == {name: "MXFP4" for name in extra if "gate_up" not in name}
+    assert found == {name: "mxfp4" for name in extra if "gate_up" not in name}
 
 
 DECLARED = {"quantization_config": {"quant_method": "compressed-tensors"}}
+SOME, FBGEMM = ({"quantization_config": {"quant_method": name}} for name in ("some", "fbgemm_fp8"))
+NV_PARTS: Specs = {
+    "weight_packed": (DType.U8, (2, 8)),
+    "weight_scale": f8(2, 1),
+    "weight_global_scale": (DType.F32, (1,)),
+}
 SINQ = {"quantization_config": {"quant_method": "sinq"}}
 UNNAMED = {"quantization_config": {"a": 1}}
 
@@ -182,15 +188,22 @@ UNNAMED = {"quantization_config": {"a": 1}}
 @pytest.mark.parametrize(
     ("extra", "config", "form"),
     [
-        ({"weight_packed": (DType.U8, (2, 2)), "weight_global_scale": (DType.F32, (1,))}, DECLARED, "NVFP4"),
-        ({"weight": f8(2, 2), "weight_scale": f32()}, DECLARED, "FP8 with weight_scale"),
+        (NV_PARTS, SOME, "nvfp4"),
+        ({"weight": f8(2, 2), "weight_scale": f32()}, SOME, "fp8_channel or fp8_tensor"),
+        ({"weight": f8(2, 2), "weight_scale": f32()}, FBGEMM, "FBGEMM FP8"),
         ({"weight": f8(2, 2), "qscale_weight": f32()}, DECLARED, "FP8 with qscale_weight"),
         ({"weight": (DType.I8, (2, 2)), "SCB": f32(2)}, DECLARED, "bitsandbytes in 8 bits (LLM.int8)"),
-        ({"weight_packed": (DType.I32, (2, 2))}, UNNAMED, "packed INT4"),
+        ({"weight_packed": (DType.I32, (2, 2))}, UNNAMED, "I32 codes"),
+        (W4_PARTS, UNNAMED, "int4 or int4_channel"),
+        (
+            {**W4_PARTS, "weight_zero_point": (DType.I32, (4, 1))},
+            UNNAMED,
+            "INT4 with zero points or int4_channel with zero points",
+        ),
+        ({"weight": (DType.I8, (2, 16)), "scale": (DType.F8_E8M0, (2, 1))}, UNNAMED, "mxfp4"),
         ({"weight": (DType.U8, (2, 2))}, UNNAMED, "U8 codes"),
         ({"qweight": (DType.I32, (2, 2)), "qzeros": (DType.I32, (1, 1))}, {}, "GPTQ or AWQ"),
-        ({"qweight": (DType.I32, (4, 32)), "scales": (DType.F16, (1, 32))}, {}, "GPTQ"),
-        ({"qweight": (DType.I32, (32, 4)), "scales": (DType.F16, (1, 32))}, {}, "AWQ"),
+        ({"qweight": (DType.I32, (4, 32)), "g_idx": (DType.I32, (32,))}, {}, "GPTQ"),
         ({"weight": (DType.F8_E5M2, (2, 2))}, {}, "FP8 e5m2"),
         ({"weight": (DType.F8_E4M3FNUZ, (2, 2)), "weight_scale": f32()}, DECLARED, "FP8 e4m3fnuz"),
         ({"W_q": (DType.U8, (2, 2)), "scale": f32(2)}, SINQ, "SINQ"),

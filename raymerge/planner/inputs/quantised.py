@@ -19,9 +19,10 @@ from typing import Any
 
 from raymerge.architectures.rules import Role, quantisation_tables, rules_of
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights, without_codes
-from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
-from raymerge.checkpoints.quantisation.formats import packed_tensors, read_declared
+from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight
+from raymerge.checkpoints.quantisation.formats import formats, packed_tensors, read_declared
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
@@ -32,29 +33,19 @@ CONVERT_FIRST = "Convert the model first ('raymerge convert MODEL --to bf16 -o O
 USE_PLAIN = "Use a checkpoint converted to bfloat16."
 """Remedy where the codes are of a format that is not read."""
 
-_PARTNER_ENDINGS = (
-    *("_scale_inv", ".weight_scale", ".input_scale", ".qscale_weight", "_blocks", "_scales"),
-    *(".weight_packed", ".weight_shape", ".weight_global_scale", ".qweight", ".qzeros", ".g_idx", ".scales"),
-    *(".absmax", ".quant_map", ".SCB"),
-)
 # What quantisers store beside codes; such tensors count wherever the config declares a quantisation.
 _FUSED_ENDING = re.compile(
     r"_(blocks|(weight_)?scales?(_inv|_2)?|(input|output|weight_global|input_global)_scale|(weight_)?packed"
     r"|qweight|bias)$"
 )
 _CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
-_FORMS = {
-    ("_scale_inv",): "block FP8",
-    ("_blocks", "_scales"): "MXFP4",
-    (".weight_global_scale",): "NVFP4",
-    (".weight_packed",): "packed INT4",
-    (".qscale_weight",): "FP8 with qscale_weight",
-}
-"""Endings of names that a module in a format has, the most telling first."""
 _INPUT_SCALE = re.compile(r"[._]input(_global)?_scale$")
 _CODES = ("", ".weight", ".weight_packed")
+_ADVICE = "Use a checkpoint converted to bfloat16 by the tool that made this one."
+_WEIGHT = ".weight"
 _LONGEST_NAME = 40
-_FP8 = "fp8"
+_PARTNERS = ("_blocks", "_scales", "_scale_inv", ".input_scale")
+"""Endings of parts of stacks of experts, whose names do not end with ".weight", and of scales of inputs."""
 
 
 def quantised_tensors(checkpoint: Checkpoint) -> QuantisedWeights:
@@ -91,14 +82,14 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
     modules = {_module(name, checkpoint) for name in codes}
     if not modules and not tables:
         return {}
+    method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
+    naming = _Naming(method, read_declared(tables), other_methods())
     groups: dict[str, list[StoredTensor]] = {}
     for name, tensor in checkpoint.tensors.items():
         module = _module(name, checkpoint)
-        belongs = module in modules or (tables and name.endswith(_PARTNER_ENDINGS))
+        belongs = module in modules or (tables and name.endswith(naming.partner_endings))
         if belongs and (tensor.dtype.is_mergeable or name in integers):
             groups.setdefault(module, []).append(tensor)
-    method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
-    naming = _Naming(method, read_declared(tables).not_understood, other_methods())
     formats = {
         tensor.name: form
         for group in groups.values()
@@ -181,36 +172,39 @@ def _other_method(table: Mapping[str, Any]) -> OtherMethod:
     return OtherMethod(table["title"], table["advice"], names, endings, dtypes, words, *flags)
 
 
-def advice_on(form: str) -> str:
-    """What makes a model in a format that is not read fit for merging."""
-    advice = next((each.advice for each in other_methods() if each.title == form), "")
-    return advice or "Use a checkpoint converted to bfloat16 by the tool that made this one."
-
-
 class _Naming:
-    """Calls codes that are not read by the name of their method."""
+    """Calls codes that are not read by the name of their format."""
 
-    def __init__(self, method: str, unread: Sequence[str], others: Sequence[OtherMethod]) -> None:
-        """``unread``: what of the config is not understood, as in ``Declared``."""
-        self._method, self._others = method, others
+    def __init__(self, method: str, declared: Declared, others: Sequence[OtherMethod]) -> None:
+        self._others, self._formats = others, tuple(formats())
+        # What is left of a method that is read is in another format: DeepSeek-V4's table is silent on some.
+        self._method = "" if declared.is_read else method
         self._named = [each for each in others if method.lower() in each.names]
-        self._unread = next(iter(unread), "")
-        alike = (each for each in others if any(word in self._unread for word in each.words))
-        self._meant = next(alike, None)
+        words = next(iter(declared.not_understood), "")
+        self._unclear = words and f"{method}, of which quantization_config {words}"
+        self._meant = next((each for each in others if any(word in words for word in each.words)), None)
+        parts = {ending for form in self._formats for ending in form.parts.values()}
+        own = {ending for each in self._named for ending in each.endings} - {_WEIGHT}
+        beside = (f"{_WEIGHT}{each}" for each in parts if each.startswith("_"))
+        self.partner_endings = (*beside, *own, *_PARTNERS)
+        """Of tensors of a quantised model that are parts of codes by their names, wherever these are."""
 
     def form(self, group: Sequence[StoredTensor]) -> str:
-        if self._unread:
-            own = f"{self._method}, of which quantization_config {self._unread}"
-            return self._meant.title if self._meant else own
-        method = self._method
-        if method == _FP8 and not any(tensor.dtype is DType.F8_E4M3 for tensor in group):
-            # The table of DeepSeek-V4 says nothing of its experts, which are in another format.
-            method = ""
+        if self._unclear:
+            return self._meant.title if self._meant else self._unclear
         by_dtype = (each.title for each in self._others if each.has_dtype(group))
         named = sorted(self._named, key=lambda each: not each.is_of(group))
         by_endings = (each.title for each in self._others if each.is_of(group))
-        titles = chain(by_dtype, _by_names(group), (each.title for each in named), by_endings)
-        return next(titles, None) or method or _by_codes(group)
+        titles = chain(by_dtype, (each.title for each in named), self._read(group), by_endings)
+        return next(titles, None) or self._method or _by_codes(group)
+
+    def _read(self, group: Sequence[StoredTensor]) -> Iterator[str]:
+        """The formats that are read whose parts a module has, if any: those with the most parts."""
+        stored = {each.name: each for each in group}
+        possible = [form for form in self._formats if any(_are_of(form, each, stored) for each in group)]
+        most = max((len(form.parts) for form in possible), default=0)
+        if most:
+            yield " or ".join(dict.fromkeys(form.word for form in possible if len(form.parts) == most))
 
     def transformed(self, tensors: Iterable[StoredTensor]) -> dict[str, str]:
         """Matrices that are stored as plain numbers, and mean something else all the same."""
@@ -218,47 +212,20 @@ class _Naming:
         return {each.name: title for each in tensors if title and len(each.shape) > 1}
 
 
-def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
-    names = [tensor.name for tensor in group]
-    weights = [tensor for tensor in group if tensor.name.endswith(".weight")]
-    narrow = [tensor.name for tensor in weights if tensor.dtype.is_narrow_float]
-    has_bytes = any(tensor.dtype is DType.U8 for tensor in group)
-    has_exponents = has_bytes or any(tensor.dtype is DType.F8_E8M0 for tensor in group)
-
-    def has(*endings: str) -> bool:
-        return all(any(name.endswith(ending) for name in names) for ending in endings)
-
-    if any(tensor.dtype is DType.I8 for tensor in weights) and has(".scale") and has_exponents:
-        yield "FP4 by 32 columns in bytes, as DeepSeek-V4 has it"
-    if has(".weight_scale_2"):
-        yield "NVFP4 in ModelOpt's names"
-    if has("_proj_weight_scale_2"):
-        yield "NVFP4 in stacks of experts, as ModelOpt stores those of Llama 4"
-    if narrow and has(".weight_scale") and has_bytes:
-        yield "MXFP8"
-    for endings, form in _FORMS.items():
-        if has(*endings):
-            yield form
-    if any(f"{name}_scale" in names for name in narrow):
-        yield "FP8 with weight_scale"
+def _are_of(form: Format, codes: StoredTensor, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor is codes of a format, by its name and dtype and those of what is beside it."""
+    ending = form.parts["codes"]
+    if codes.dtype is not form.code_dtype or not codes.name.endswith(ending):
+        return False
+    names = form.part_names(codes.name.removesuffix(ending))
+    scales = stored.get(names.scales or names.tensor_scale)
+    others = {names.tensor_scale, names.zero_points} - {""}
+    return scales is not None and scales.dtype in form.scale_dtypes and others <= stored.keys()
 
 
 def _by_codes(group: Sequence[StoredTensor]) -> str:
-    if any(tensor.name.endswith(".qweight") for tensor in group):
-        return _gptq_or_awq({tensor.name.rpartition(".")[2]: tensor.shape for tensor in group})
-    narrow = next((tensor for tensor in group if tensor.dtype.is_narrow_float), None)
-    if narrow is not None:
-        return f"{narrow.dtype.value} without a scale beside it"
     code = next((tensor for tensor in group if not tensor.dtype.is_mergeable), None)
     return f"{code.dtype.value} codes" if code is not None else "a format that has no name"
-
-
-def _gptq_or_awq(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Eight codes to an integer: GPTQ packs them down the rows, AWQ along them."""
-    codes, scales = shapes.get("qweight", ()), shapes.get("scales", ())
-    if len(codes) != 2 or len(scales) != 2:
-        return "GPTQ or AWQ"
-    return "GPTQ" if codes[1] == scales[1] else "AWQ"
 
 
 class PlainNumbers:
@@ -269,7 +236,8 @@ class PlainNumbers:
         self._weights = [each.packs or quantised_tensors(each) for each in checkpoints]
         self._are_numbers = [each.packs is not None for each in checkpoints]
         self.are_plain = [not (own.tensors or own.unknown) for own in self._weights]
-        self._advice: dict[str, str] = {}
+        others = () if all(self.are_plain) else other_methods()
+        self._advice = {each.title: each.advice for each in others}
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
         return tensor.name in self._weights[source].unknown or self._weight(source, tensor) is not None
@@ -295,10 +263,9 @@ class PlainNumbers:
         if not form and tensor.dtype.is_mergeable:
             return True
         what = "which raymerge can neither combine nor convert: their raw codes mean nothing by themselves"
-        if form not in self._advice:
-            self._advice[form] = advice_on(form)
+        advice = self._advice.get(form, _ADVICE)
         remedy = (
-            f"{self._advice[form]} Or have a recipe take these tensors from one source unchanged "
+            f"{advice} Or have a recipe take these tensors from one source unchanged "
             "(merge_method: passthrough, without dtype), alone or beside others that are merged."
         )
         return self._refuse(source, tensor, form or f"{tensor.dtype.value} integers", what, remedy)
