@@ -176,11 +176,7 @@ class Scales:
 
     @property
     def zeros_nbytes(self) -> int:
-        encoding = self.encoding
-        if encoding.format.zero_points is None:
-            return 0
-        num_rows = self.nbytes // encoding.scales_nbytes(self.columns) * encoding.scale_row_height
-        return encoding.made_nbytes("zero_points", num_rows, self.columns)
+        return self.encoding.zero_points_nbytes(self.nbytes, self.columns)
 
     @property
     def read_nbytes(self) -> int:

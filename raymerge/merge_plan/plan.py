@@ -317,11 +317,9 @@ def _zeros_nbytes(plan: Plan) -> Ints:
     result = np.zeros(len(plan["scales"]), dtype=np.int64)
     encodings, named = plan.encodings, ints(plan["scales"], "encoding")
     with_zeros = [number for number, each in enumerate(encodings) if each.format.zero_points is not None]
-    for which in np.flatnonzero(np.isin(named, with_zeros)).tolist():
-        row = plan["scales"].slice(which, 1).to_pylist()[0]
-        encoding, columns = encodings[row["encoding"]], row["columns"]
-        num_rows = row["nbytes"] // encoding.scales_nbytes(columns) * encoding.scale_row_height
-        result[which] = encoding.made_nbytes("zero_points", num_rows, columns)
+    which = np.isin(named, with_zeros)
+    read = (ints(plan["scales"], name)[which].tolist() for name in ("encoding", "nbytes", "columns"))
+    result[which] = [encodings[own].zero_points_nbytes(*size) for own, *size in zip(*read, strict=True)]
     return result
 
 

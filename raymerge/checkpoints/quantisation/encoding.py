@@ -97,6 +97,10 @@ class Format:
         """Rows whose zero points share an element."""
         return 1 if self.zero_points is None else self.zero_points.bits // self.code_bits
 
+    def cut_height(self, scale_row_height: int) -> int:
+        """Rows between whose runs a matrix may be cut: of a scale row, or such as share their zero points."""
+        return lcm(scale_row_height, self.rows_of_zeros)
+
     def tensor_scale_dtype(self, scale_dtype: DType) -> DType | None:
         """Dtype of the tensor's one scale, given that of its scales; None where there is none."""
         return {"none": None, "only": scale_dtype}.get(self.tensor_scale, DType.F32)
@@ -261,8 +265,8 @@ class QuantSpec:
 
     @property
     def cut_height(self) -> int:
-        """Rows between whose runs a matrix may be cut: of a scale row, or such as share their zero points."""
-        return lcm(self.scale_row_height, self.format.rows_of_zeros)
+        """As ``Format.cut_height``."""
+        return self.format.cut_height(self.scale_row_height)
 
     @property
     def zero_points_shape(self) -> tuple[int, ...]:
@@ -299,22 +303,28 @@ class Encoding:
 
     @property
     def cut_height(self) -> int:
-        """Rows between whose runs a matrix may be cut."""
-        return lcm(self.scale_row_height, self.format.rows_of_zeros)
+        """As ``Format.cut_height``."""
+        return self.format.cut_height(self.scale_row_height)
 
     @property
     def tensor_scale_dtype(self) -> DType | None:
         return self.format.tensor_scale_dtype(self.scale_dtype)
 
     def scales_nbytes(self, columns: int) -> int:
-        if self.format.tensor_scale == "only":
+        """Of a scale row."""
+        return self.made_nbytes("scales", 1, columns)
+
+    def zero_points_nbytes(self, scales_nbytes: int, columns: int) -> int:
+        """Bytes of the zero points that go with so many bytes of scales."""
+        if self.format.zero_points is None:
             return 0
-        return self.scale_dtype.nbytes(-(-columns // (self.block[1] or columns)))
+        num_rows = scales_nbytes // self.scales_nbytes(columns) * self.scale_row_height
+        return self.made_nbytes("zero_points", num_rows, columns)
 
     def made_dtype(self, what: Made) -> DType | None:
         """Dtype of what is made with codes; None where it is not."""
         if what == "scales":
-            return self.scale_dtype if self.scales_nbytes(1) else None
+            return None if self.format.tensor_scale == "only" else self.scale_dtype
         return self.tensor_scale_dtype if what == "tensor_scale" else self.format.zero_points
 
     def made_nbytes(self, what: Made, num_rows: int, columns: int) -> int:
