@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from raymerge.checkpoints.quantisation.block_codec import Exactness
+
 UNFINISHED = ".part"
 """Ending of a shard's name until all of its segments are in."""
 
@@ -27,9 +29,8 @@ class Receipt:
     """What went otherwise than planned; empty as a rule."""
     encoding_errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Sum of squared errors and of squared true values, by op number, of ops that were encoded as codes."""
-    exactness: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
-    """Blocks, those that are not exactly what they were made of, and the largest error of these, by op
-    number, of ops that were converted to codes."""
+    exactness: Mapping[str, Exactness] = field(default_factory=dict)
+    """By op number, of ops that were converted to codes."""
     retries: Mapping[str, int] = field(default_factory=dict)
     """What storage failed with for a moment, and how often it was asked again, since the worker told last."""
     report: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Receipt:
         # JSON has no tuples, and a receipt that was read is to equal the one that was written.
         sums = {op: (float(error), float(value)) for op, (error, value) in receipt.encoding_errors.items()}
         exactness = {
-            op: (int(n), int(lost), float(most)) for op, (n, lost, most) in receipt.exactness.items()
+            op: Exactness(int(n), int(lost), float(most)) for op, (n, lost, most) in receipt.exactness.items()
         }
         if not all(map(_is_op, (*sums, *exactness))):
             raise ValueError("an op has no number")

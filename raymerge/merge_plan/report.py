@@ -6,12 +6,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
 
 from raymerge.architectures.roles import NameReader, stacks
 from raymerge.architectures.rules import Role, rules_of
+from raymerge.checkpoints.quantisation.block_codec import Exactness
 from raymerge.merge_plan.plan import Plan, ints
 
 _EXAMPLES = 5
@@ -102,8 +104,6 @@ _DIGITS = 3
 
 _Sums = tuple[float, float]
 """Sum of squared errors, and of the squares of the true values."""
-_Blocks = tuple[int, int, float]
-"""Blocks, those that are not exact, and the largest error of these."""
 _T = TypeVar("_T")
 
 
@@ -171,7 +171,7 @@ class EncodingErrors:
 
 
 def encoding_errors(
-    plan: Plan, sums: Mapping[int, _Sums], exactness: Mapping[int, _Blocks] | None = None
+    plan: Plan, sums: Mapping[int, _Sums], exactness: Mapping[int, Exactness] | None = None
 ) -> EncodingErrors:
     """What encoding changed in each tensor of an output, from the sums of each op that was encoded, and from
     the blocks of each that was converted. A tensor whose codes were made for another one has the errors of
@@ -179,7 +179,7 @@ def encoding_errors(
     totals = {each: _added(own) for each, own in _by_tensor(plan, sums).items()}
     if not totals:
         return EncodingErrors((), ())
-    blocks = {each: _joined(own) for each, own in _by_tensor(plan, exactness or {}).items()}
+    blocks = {each: reduce(Exactness.plus, own) for each, own in _by_tensor(plan, exactness or {}).items()}
     roles = _roles(plan, totals)
     names = plan["tensors"].column("name").to_pylist()
     tensors = {
@@ -196,11 +196,11 @@ def encoding_errors(
     return EncodingErrors(tuple(tensors.values()), tuple(lines), proof)
 
 
-def _proof(blocks: Mapping[int, _Blocks], tensors: Sequence[TensorError]) -> ConversionProof:
+def _proof(blocks: Mapping[int, Exactness], tensors: Sequence[TensorError]) -> ConversionProof:
     inexact = [each for each in tensors if each.inexact_blocks]
     return ConversionProof(
         tensors=len(tensors),
-        blocks=sum(count for count, _, _ in blocks.values()),
+        blocks=sum(each.blocks for each in blocks.values()),
         inexact_tensors=len(inexact),
         inexact_blocks=sum(each.inexact_blocks for each in inexact),
         worst=max(inexact, key=lambda each: each.largest_error, default=None),
@@ -230,11 +230,6 @@ def _worst(tensors: Sequence[TensorError]) -> TensorError:
 def _added(sums: Iterable[_Sums]) -> _Sums:
     errors, values = zip(*sums, strict=True)
     return math.fsum(errors), math.fsum(values)
-
-
-def _joined(blocks: Iterable[_Blocks]) -> _Blocks:
-    counts, inexact, largest = zip(*blocks, strict=True)
-    return sum(counts), sum(inexact), max(largest)
 
 
 def _relative(sums: _Sums) -> float:
