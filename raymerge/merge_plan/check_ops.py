@@ -730,22 +730,15 @@ def _check_tied(check: Check) -> None:
     copies = ops.lists["also"][0]
     for name in MADE:
         own = named[name]
-        expected = (check.of_ops(partial(_makes, what=name)) == 1) & made
+        makes = [each.made_dtype(name) is not None for each in check.expressions]
+        expected = np.array(makes, dtype=np.bool_)[ops.expression] & made
         check.flag("ops", (own >= 0) != expected, f"{name} is not said of codes alone")
-        is_such = check.of_ops(partial(_is_made, what=name)) == 1
+        is_such = np.array([each.method == name for each in check.expressions], np.bool_)[ops.expression]
         lost = (made_with >= 0) & is_such & (own[made_with] != index)
         check.flag("ops", lost, "the op that it is made with does not name it as its scales")
         lost = (own >= 0) & (made_with[own] != index)
         check.flag("ops", lost, "its scales are made with another op")
         check.flag("ops", (own >= 0) & (copies[own] != copies), "its scales have other copies than it has")
-
-
-def _makes(expression: Expression, *, what: Made) -> bool:
-    return expression.encode is not None and expression.encode.made_dtype(what) is not None
-
-
-def _is_made(expression: Expression, *, what: Made) -> bool:
-    return expression.method == what
 
 
 def _check_joined(check: Check) -> None:
@@ -820,18 +813,12 @@ def _check_made(check: Check) -> None:
         own: Ints = getattr(ops, name)[encoded]
         has = own >= 0
         which, own = encoded[has], own[has]
-        named = np.array([_made_dtype(each, name) for each in check.expressions])
+        named = np.array([each.made_dtype(name) or each.cast for each in check.expressions])
         other = cast[ops.expression[own]] != named[ops.expression[which]]
         check.flag("ops", other, "it is of another dtype than the scales of its codes", of=own)
         other = ops.nbytes[own] != expected[name][has]
         check.flag("ops", other, "it is not as many scales as its codes have", of=own)
         _check_pairs(check, which, own, name)
-
-
-def _made_dtype(expression: Expression, what: Made) -> DType:
-    """Dtype of what is made with an expression's codes; where nothing is, of its own bytes."""
-    encode = expression.encode
-    return (None if encode is None else encode.made_dtype(what)) or expression.cast
 
 
 def _check_pairs(check: Check, made: Ints, scales: Ints, what: Made) -> None:

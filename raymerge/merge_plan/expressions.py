@@ -61,6 +61,10 @@ class Expression:
     def is_unread(self) -> bool:
         return self.is_constant or self.is_scales
 
+    def made_dtype(self, what: Made) -> DType | None:
+        """Dtype of what is made with its codes; None where it is not."""
+        return None if self.encode is None else self.encode.made_dtype(what)
+
     @cached_property
     def content(self) -> bytes:
         return bytes.fromhex(self._numbers["values"][_BYTES])
