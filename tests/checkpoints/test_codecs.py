@@ -21,6 +21,7 @@ from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
     NotFiniteError,
+    Steps,
     load_scales,
     store_scales,
 )
@@ -258,7 +259,7 @@ def per_byte(codec: Codec) -> int:
     return 1 if codec is FORMS["fp8"] else 2
 
 
-def decode(form: Blockwise, codes: Tensor, steps: Tensor, block: tuple[int, int], columns: int) -> Tensor:
+def decode(form: Blockwise, codes: Tensor, steps: Steps, block: tuple[int, int], columns: int) -> Tensor:
     values = torch.empty(len(codes), columns)
     form.decode(codes, steps, block, values)
     return values
@@ -280,7 +281,7 @@ def test_every_code_decodes_to_the_same_bits(kind: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, -1)
     columns = 256 * per_byte(codec)
     for step in (1.0, 0.3, 2.0**-149, 2.0**-126, 3e38, 0.0, -2.5):
-        steps = torch.tensor([[step]])
+        steps = Steps(torch.tensor([[step]]))
         loops = decode(codec.in_loops, codes, steps, (1, columns), columns)
         in_torch = decode(codec.in_torch, codes, steps, (1, columns), columns)
         numbers = ~in_torch.isnan()
@@ -294,7 +295,7 @@ def test_every_kind_of_number_has_the_same_code(kind: str) -> None:
     # All exponents but the last, which are infinity and NaN: those are codes in FP8 alone.
     values = patterns(range(256 if kind == "fp8" else 255))
     nbytes = values.shape[1] // per_byte(codec)
-    steps, block = torch.ones(1, 1), (1, values.shape[1])
+    steps, block = Steps(torch.ones(1, 1)), (1, values.shape[1])
     loops = codec.in_loops.encode(values, steps, block, nbytes)
     in_torch = codec.in_torch.encode(values, steps, block, nbytes)
     assert loops.equal(in_torch)
@@ -315,22 +316,23 @@ def test_grids_of_every_shape_give_the_same_bits(kind: str, seed: int, data: st.
     grid = (-(-rows // height), -(-columns // width))
     steps = torch.from_numpy(np.ldexp(generator.random(grid) + 0.5, generator.integers(-3, 3, grid))).float()
     steps[generator.random(grid) < 0.1] = 0.0
+    by = Steps(steps)
     values = torch.from_numpy(generator.standard_normal((rows, columns)) * 3).float()
     which = torch.from_numpy(generator.integers(0, len(SPECIAL) * 8, values.shape))
     for place, special in enumerate(SPECIAL):
         values[which == place] = special
     loops, in_torch, block = codec.in_loops, codec.in_torch, (height, width)
-    codes = loops.encode(values, steps, block, columns // of)
-    assert codes.equal(in_torch.encode(values, steps, block, columns // of))
-    decoded = decode(loops, codes, steps, block, columns)
-    assert bits(decoded) == bits(decode(in_torch, codes, steps, block, columns))
+    codes = loops.encode(values, by, block, columns // of)
+    assert codes.equal(in_torch.encode(values, by, block, columns // of))
+    decoded = decode(loops, codes, by, block, columns)
+    assert bits(decoded) == bits(decode(in_torch, codes, by, block, columns))
     assert bits(loops.largest(values, block)) == bits(in_torch.largest(values, block))
     mixed = torch.where(torch.from_numpy(generator.random((rows, 1)) < 0.7), decoded, values)
-    fits = loops.fits(mixed, steps, block, columns // of)
-    assert fits.equal(in_torch.fits(mixed, steps, block, columns // of))
+    fits = loops.fits(mixed, by, block, columns // of)
+    assert fits.equal(in_torch.fits(mixed, by, block, columns // of))
     finite = values.nan_to_num(0.0, 1.0, -1.0)
-    codes = loops.encode(finite, steps, block, columns // of)
-    mine, theirs = (each.squares(codes, steps, block, finite) for each in (loops, in_torch))
+    codes = loops.encode(finite, by, block, columns // of)
+    mine, theirs = (each.squares(codes, by, block, finite) for each in (loops, in_torch))
     for one, other in zip(mine, theirs, strict=True):
         assert one == pytest.approx(other, rel=1e-12)
 
@@ -338,7 +340,7 @@ def test_grids_of_every_shape_give_the_same_bits(kind: str, seed: int, data: st.
 def test_values_with_gaps_are_encoded_as_those_without() -> None:
     codec = FORMS["fp8"]
     values = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).t()
-    steps = torch.full((3, 2), 0.01)
+    steps = Steps(torch.full((3, 2), 0.01))
     found = codec.in_loops.encode(values, steps, (4, 4), 8)
     assert found.equal(codec.in_torch.encode(values.contiguous(), steps, (4, 4), 8))
 

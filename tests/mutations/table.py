@@ -351,8 +351,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoints/quantisation/zero_points.py",
-        ".transpose(1, 2)\n        return torch.stack",
-        "\n        return torch.stack",
+        ".transpose(1, 2)\n        return Steps",
+        "\n        return Steps",
         CODECS,
     ),
     Mutation("execute/non_finite.py", "_first(bits > sign, NEGATIVE) if sign else None", "None", HOSTILE),
@@ -375,7 +375,10 @@ MUTATIONS = (
     ),
     Mutation("checkpoints/quantisation/fp8.py", "_LARGEST = 448.0", "_LARGEST = 240.0", CODECS),
     Mutation(
-        "checkpoints/quantisation/block_codec.py", "torch.where(steps == 0, 1.0, steps)", "steps", CODECS
+        "checkpoints/quantisation/block_codec.py",
+        "torch.where(by.steps == 0, 1.0, by.steps)",
+        "by.steps",
+        CODECS,
     ),
     Mutation(
         "checkpoints/quantisation/block_codec.py",
@@ -388,8 +391,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoints/quantisation/nvfp4.py",
-        "steps / tensor_scale if _is_factor(quant_spec)",
-        "steps * tensor_scale if _is_factor(quant_spec)",
+        "steps / whole if _is_factor(quant_spec)",
+        "steps * whole if _is_factor(quant_spec)",
         CODECS,
     ),
     Mutation(

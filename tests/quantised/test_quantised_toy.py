@@ -21,6 +21,7 @@ from raymerge.api import AuditOptions, audit, verify
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation import formats
 from raymerge.checkpoints.quantisation.block_codec import (
+    BlockValues,
     Blockwise,
     Codec,
     InTorch,
@@ -52,10 +53,8 @@ class _Toy(Codec):
         lambda quotients: quotients.round_().clamp_(-128, 127).to(torch.int8).view(torch.uint8),
     )
 
-    def _fresh(
-        self, quant_spec: QuantSpec, _: torch.Tensor, largest: torch.Tensor, __: torch.Tensor | None
-    ) -> torch.Tensor:
-        return storable_scales(quant_spec.scale_dtype, quotients(largest, 127.0))
+    def _fresh(self, quant_spec: QuantSpec, blocks: BlockValues) -> torch.Tensor:
+        return storable_scales(quant_spec.scale_dtype, quotients(blocks.largest, 127.0))
 
 
 def _add(search: Search, codes: StoredTensor) -> None:

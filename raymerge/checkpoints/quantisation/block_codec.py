@@ -50,6 +50,34 @@ class Encoded(NamedTuple):
     """uint8 [bytes]; None where 0 has the same code everywhere."""
 
 
+class StoredScales(NamedTuple):
+    """What some rows of codes are stored with; all but ``tensor_scale`` uint8 [bytes]."""
+
+    scales: Tensor | None
+    """Those of the scale rows, empty where the only scale is the tensor's; None where all are to be made."""
+    zero_points: Tensor | None = None
+    """None where 0 has the same code everywhere."""
+    tensor_scale: Tensor | None = None
+    """float32 []."""
+
+
+class BlockValues(NamedTuple):
+    """Numbers to be encoded: float32 [rows, columns], and the largest magnitude of each block."""
+
+    values: Tensor
+    largest: Tensor
+    """float32 [scale rows, blocks]; of the whole tensor [], as its ``values`` are then."""
+    tensor_scale: Tensor | None = None
+
+
+class Steps(NamedTuple):
+    """What makes numbers of elements, by block: float32 [scale rows, blocks of a scale row] each."""
+
+    steps: Tensor
+    zeros: Tensor | None = None
+    """The elements that stand for 0; None where 0 does."""
+
+
 class ErrorSums(NamedTuple):
     """Errors of encoding, summed over the rows of a tensor."""
 
@@ -77,45 +105,42 @@ class NotFiniteError(ValueError):
 class InTorch:
     """The arithmetic of one kind of codes.
 
-    ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row], ``steps`` float32 [scale
-    rows, blocks of a scale row], or [2, scale rows, blocks] with the elements that stand for 0."""
+    ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row]."""
 
     elements: Callable[[Tensor], Tensor]
     """uint8 [rows, bytes] to float32 [rows, columns]."""
     nearest: Callable[[Tensor], Tensor]
     """float32 [rows, columns], which may be overwritten, to uint8 [rows, bytes]."""
 
-    def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
+    def decode(self, codes: Tensor, by: Steps, block: Block, values: Tensor) -> None:
         """Write values: each element, less that for 0, times the step of its block."""
-        steps, zeros = _with_zeros(steps)
         values.copy_(self.elements(codes))
-        for part, zero in () if zeros is None else _parts(values, zeros, block):
+        for part, zero in () if by.zeros is None else _parts(values, by.zeros, block):
             part.sub_(zero)
-        for part, step in _parts(values, steps, block):
+        for part, step in _parts(values, by.steps, block):
             part.mul_(step)
 
-    def encode(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
+    def encode(self, values: Tensor, by: Steps, block: Block, row_nbytes: int) -> Tensor:
         """Codes: the nearest to each value over the step of its block (1 where it is 0), ties to even."""
         import torch
 
-        steps, zeros = _with_zeros(steps)
-        divisors = torch.where(steps == 0, 1.0, steps)
+        divisors = torch.where(by.steps == 0, 1.0, by.steps)
         quotients = torch.empty_like(values)
         pairs = zip(_parts(values, divisors, block), _parts(quotients, divisors, block), strict=True)
         for (part, divisor), (into, _) in pairs:
             torch.div(part, divisor, out=into)
-        for into, zero in () if zeros is None else _parts(quotients, zeros, block):
+        for into, zero in () if by.zeros is None else _parts(quotients, by.zeros, block):
             into.add_(zero)
         codes = self.nearest(quotients)
         assert codes.shape[1] == row_nbytes
         return codes
 
-    def fits(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
+    def fits(self, values: Tensor, by: Steps, block: Block, row_nbytes: int) -> Tensor:
         """Whether every value of a block is exactly an element times the step; bool [scale rows, blocks]."""
         import torch
 
         decoded = torch.empty_like(values)
-        self.decode(self.encode(values, steps, block, row_nbytes), steps, block, decoded)
+        self.decode(self.encode(values, by, block, row_nbytes), by, block, decoded)
         result = torch.empty(_grid(values, block), dtype=torch.bool, device=values.device)
         for part, into in _parts(decoded == values, result, block):
             into.copy_(part.all(dim=3, keepdim=True).all(dim=1, keepdim=True))
@@ -128,7 +153,7 @@ class InTorch:
             into.copy_(part.abs().amax(dim=(1, 3), keepdim=True))
         return result
 
-    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
+    def squares(self, codes: Tensor, by: Steps, block: Block, values: Tensor) -> tuple[float, float]:
         """Sums of the squares of decoded codes minus ``values``, and of ``values``.
 
         Differences are rounded to float32; the rounding of the sums depends on the device."""
@@ -139,7 +164,7 @@ class InTorch:
             return norm.square()
 
         decoded = torch.empty_like(values)
-        self.decode(codes, steps, block, decoded)
+        self.decode(codes, by, block, decoded)
         errors, squares = torch.stack([sum_of(decoded.sub_(values)), sum_of(values)]).tolist()
         return errors, squares
 
@@ -157,21 +182,21 @@ class InLoops:
         loops: Loops = getattr(block_scales, self.kind)
         return loops
 
-    def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
-        self.load().decode(_array(codes), _array(steps), *block, values.numpy())
+    def decode(self, codes: Tensor, by: Steps, block: Block, values: Tensor) -> None:
+        self.load().decode(_array(codes), _array(by.steps), *block, values.numpy())
 
-    def encode(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
+    def encode(self, values: Tensor, by: Steps, block: Block, row_nbytes: int) -> Tensor:
         import torch
 
         codes = torch.empty(values.shape[0], row_nbytes, dtype=torch.uint8)
-        self.load().encode(_array(values), _array(steps), *block, _array(codes))
+        self.load().encode(_array(values), _array(by.steps), *block, _array(codes))
         return codes
 
-    def fits(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:  # noqa: ARG002
+    def fits(self, values: Tensor, by: Steps, block: Block, row_nbytes: int) -> Tensor:  # noqa: ARG002
         import torch
 
-        result = torch.ones(steps.shape, dtype=torch.bool)
-        self.load().fits(_array(values), _array(steps), *block, _array(result))
+        result = torch.ones(by.steps.shape, dtype=torch.bool)
+        self.load().fits(_array(values), _array(by.steps), *block, _array(result))
         return result
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
@@ -181,8 +206,8 @@ class InLoops:
         largest(_array(values).view("uint32"), *block, _array(result).view("uint32"))
         return result
 
-    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
-        return self.load().squares(_array(codes), _array(steps), *block, _array(values))
+    def squares(self, codes: Tensor, by: Steps, block: Block, values: Tensor) -> tuple[float, float]:
+        return self.load().squares(_array(codes), _array(by.steps), *block, _array(values))
 
 
 Blockwise: TypeAlias = InTorch | InLoops
@@ -191,10 +216,6 @@ Blockwise: TypeAlias = InTorch | InLoops
 def _array(tensor: Tensor) -> Any:
     # Loops are compiled for arrays without gaps.
     return tensor.contiguous().numpy()
-
-
-def _with_zeros(steps: Tensor) -> tuple[Tensor, Tensor | None]:
-    return (steps, None) if steps.dim() == 2 else (steps[0], steps[1])
 
 
 def _grid(values: Tensor, block: Block) -> tuple[int, int]:
@@ -252,7 +273,7 @@ class Codec(ABC):
         rows = codes.view(-1, quant_spec.codes_nbytes(1))
         if out is None:
             out = torch.empty(len(rows), quant_spec.columns, device=codes.device)
-        steps = self._factors(quant_spec, scales, zero_points, tensor_scale)
+        steps = self._steps(quant_spec, StoredScales(scales, zero_points, tensor_scale))
         self._blockwise(codes).decode(rows, steps, quant_spec.block, out)
         return out
 
@@ -275,8 +296,9 @@ class Codec(ABC):
         Raises NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's,
         nor on a GPU.
         """
-        scales, zeros = self._scales(quant_spec, values, given_scales, given_zeros, tensor_scale)
-        steps = self._factors(quant_spec, scales, zeros, tensor_scale)
+        given = StoredScales(given_scales, given_zeros, tensor_scale)
+        scales, zeros = self._scales(quant_spec, values, given)
+        steps = self._steps(quant_spec, given._replace(scales=scales, zero_points=zeros))
         codes = self._blockwise(values).encode(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
         return Encoded(codes.view(-1), scales, zeros)
 
@@ -292,8 +314,7 @@ class Codec(ABC):
         """Which blocks hold only exact products of a code and these scales: bool [scale rows, scales of a
         scale row], [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be
         kept."""
-        steps = self._factors(quant_spec, scales, zero_points, tensor_scale)
-        return self._blockwise(values).fits(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
+        return self._fits(quant_spec, values, StoredScales(scales, zero_points, tensor_scale))
 
     def largest(self, quant_spec: QuantSpec, values: Tensor) -> Tensor:
         """Largest magnitude of whole rows, NaN where there is one; float32 []."""
@@ -311,14 +332,16 @@ class Codec(ABC):
         if quant_spec.tensor_scale_dtype is None:
             raise ValueError(f"{quant_spec.format.name} has no scale of the whole tensor.")
         fresh = self._fresh_for_tensor(quant_spec, largest)
-        return fresh if had is None else self._near(quant_spec, had, largest, fresh)
+        if had is None or not quant_spec.format.has_two_scales:
+            return fresh
+        return self._near(quant_spec, had, largest, fresh)
 
     def error_sums(
         self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
     ) -> ErrorSums:
         """Errors of encoding these rows, for a report: the rounding depends on how rows are cut."""
         rows = encoded.codes.view(-1, quant_spec.codes_nbytes(1))
-        steps = self._factors(quant_spec, encoded.scales, encoded.zero_points, tensor_scale)
+        steps = self._steps(quant_spec, StoredScales(encoded.scales, encoded.zero_points, tensor_scale))
         return ErrorSums(*self._blockwise(values).squares(rows, steps, quant_spec.block, values))
 
     def exactness(
@@ -334,46 +357,35 @@ class Codec(ABC):
         return Exactness(exact.numel(), lost, float(decoded.sub_(values).abs_().amax()))
 
     @abstractmethod
-    def _fresh(
-        self, quant_spec: QuantSpec, values: Tensor, largest: Tensor, tensor_scale: Tensor | None
-    ) -> Tensor:
-        """Storable scales for blocks with these values and largest magnitudes; float32 [scale rows, blocks].
-
-        Where the only scale is the tensor's, for that: of both, float32 [], the largest magnitude."""
+    def _fresh(self, quant_spec: QuantSpec, blocks: BlockValues) -> Tensor:
+        """Storable scales for blocks; float32, shaped as their largest magnitudes."""
 
     def _fresh_for_tensor(self, quant_spec: QuantSpec, largest: Tensor) -> Tensor:
-        return self._fresh(quant_spec, largest, largest, None)
+        return self._fresh(quant_spec, BlockValues(largest, largest))
 
-    def _near(
-        self,
-        quant_spec: QuantSpec,  # noqa: ARG002
-        had: Tensor,  # noqa: ARG002
-        largest: Tensor,  # noqa: ARG002
-        fresh: Tensor,
-    ) -> Tensor:
+    def _near(self, quant_spec: QuantSpec, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:
         """The previous scale of the whole tensor or one near it; ``fresh`` where neither serves."""
-        return fresh
+        raise NotImplementedError
 
     def _scales(
-        self,
-        quant_spec: QuantSpec,
-        values: Tensor,
-        given_scales: Tensor | None,
-        given_zeros: Tensor | None,  # noqa: ARG002
-        tensor_scale: Tensor | None,
+        self, quant_spec: QuantSpec, values: Tensor, given: StoredScales
     ) -> tuple[Tensor, Tensor | None]:
         """Stored scales and zero points to encode rows with, uint8 [bytes] each."""
         import torch
 
         if quant_spec.scale_row_length == 0:
             return torch.empty(0, dtype=torch.uint8, device=values.device), None
-        largest = self._finite_largest(quant_spec, values)
-        fresh = self._fresh(quant_spec, values, largest, tensor_scale)
-        if given_scales is None:
+        blocks = BlockValues(values, self._finite_largest(quant_spec, values), given.tensor_scale)
+        fresh = self._fresh(quant_spec, blocks)
+        if given.scales is None:
             return store_scales(quant_spec.scale_dtype, fresh), None
-        had = load_scales(quant_spec.scale_dtype, given_scales).view(fresh.shape)
-        fits = self.fits(quant_spec, values, given_scales, tensor_scale=tensor_scale)
+        had = load_scales(quant_spec.scale_dtype, given.scales).view(fresh.shape)
+        fits = self._fits(quant_spec, values, given)
         return store_scales(quant_spec.scale_dtype, torch.where(fits, had, fresh)), None
+
+    def _fits(self, quant_spec: QuantSpec, values: Tensor, stored: StoredScales) -> Tensor:
+        steps = self._steps(quant_spec, stored)
+        return self._blockwise(values).fits(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
 
     def _finite_largest(self, quant_spec: QuantSpec, values: Tensor) -> Tensor:
         largest = self._blockwise(values).largest(values, quant_spec.block)
@@ -382,22 +394,13 @@ class Codec(ABC):
             raise NotFiniteError("values that are not finite cannot be encoded")
         return largest
 
-    def _factors(
-        self,
-        quant_spec: QuantSpec,
-        scales: Tensor,
-        zero_points: Tensor | None,  # noqa: ARG002
-        tensor_scale: Tensor | None,
-    ) -> Tensor:
-        """Steps, and what goes with them where the format has zero points, as ``InTorch`` takes them."""
-        return self._steps(quant_spec, scales, tensor_scale)
-
-    def _steps(self, quant_spec: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """float32 [scale rows, blocks of a scale row]."""
+    def _steps(self, quant_spec: QuantSpec, stored: StoredScales) -> Steps:
         if quant_spec.scale_row_length == 0:
-            assert tensor_scale is not None
-            return tensor_scale.view(1, 1)
-        return load_scales(quant_spec.scale_dtype, scales).view(-1, quant_spec.scale_row_length)
+            assert stored.tensor_scale is not None
+            return Steps(stored.tensor_scale.view(1, 1))
+        assert stored.scales is not None
+        scales = load_scales(quant_spec.scale_dtype, stored.scales)
+        return Steps(scales.view(-1, quant_spec.scale_row_length))
 
     def _blockwise(self, tensor: Tensor) -> Blockwise:
         return (self.in_loops if tensor.device.type == "cpu" else None) or self.in_torch

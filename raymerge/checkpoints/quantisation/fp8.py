@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation import mxfp4
 from raymerge.checkpoints.quantisation.block_codec import (
+    BlockValues,
     Blockwise,
     Codec,
     InLoops,
@@ -350,8 +351,8 @@ class Fp8(Codec):
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops("E4M3")
 
-    def _fresh(self, quant_spec: QuantSpec, _: Tensor, largest: Tensor, __: Tensor | None) -> Tensor:
-        scales = quotients(largest, _LARGEST)
+    def _fresh(self, quant_spec: QuantSpec, blocks: BlockValues) -> Tensor:
+        scales = quotients(blocks.largest, _LARGEST)
         rounded = power_of_two_above(scales) if quant_spec.power_of_two else scales
         return storable_scales(quant_spec.scale_dtype, rounded)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.block_codec import (
+    BlockValues,
     Blockwise,
     Codec,
     InLoops,
@@ -151,11 +152,11 @@ class Int4(Codec):
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops("INT4")
 
-    def _fresh(self, quant_spec: QuantSpec, values: Tensor, largest: Tensor, _: Tensor | None) -> Tensor:
+    def _fresh(self, quant_spec: QuantSpec, blocks: BlockValues) -> Tensor:
         import torch
 
-        dtype, former = quant_spec.scale_dtype, grid_steps(values, largest)
-        usual = storable_scales(dtype, quotients(largest, _HALF_RANGE))
+        dtype, former = quant_spec.scale_dtype, grid_steps(blocks.values, blocks.largest)
+        usual = storable_scales(dtype, quotients(blocks.largest, _HALF_RANGE))
         return torch.where(former > 0, storable_scales(dtype, former), usual)
 
 

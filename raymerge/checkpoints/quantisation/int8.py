@@ -8,7 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from raymerge.checkpoints.quantisation.block_codec import Codec, InTorch, quotients, storable_scales_above
+from raymerge.checkpoints.quantisation.block_codec import (
+    BlockValues,
+    Codec,
+    InTorch,
+    quotients,
+    storable_scales_above,
+)
 from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
 from raymerge.checkpoints.quantisation.encoding import FLOATS, WHOLE, Format, QuantSpec, Reference
 from raymerge.checkpoints.quantisation.zero_points import ZeroPointCodec
@@ -74,8 +80,8 @@ class Int8(Codec):
 
     in_torch: ClassVar[InTorch] = InTorch(_elements, _nearest)
 
-    def _fresh(self, quant_spec: QuantSpec, _: Tensor, largest: Tensor, __: Tensor | None) -> Tensor:
-        return storable_scales_above(quant_spec.scale_dtype, quotients(largest, _HALF_RANGE))
+    def _fresh(self, quant_spec: QuantSpec, blocks: BlockValues) -> Tensor:
+        return storable_scales_above(quant_spec.scale_dtype, quotients(blocks.largest, _HALF_RANGE))
 
 
 class Int8Asymmetric(ZeroPointCodec):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.block_codec import (
+    BlockValues,
     Blockwise,
     Codec,
     InLoops,
@@ -177,14 +178,14 @@ class Mxfp4(Codec):
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
     in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS
 
-    def _fresh(self, quant_spec: QuantSpec, _: Tensor, largest: Tensor, __: Tensor | None) -> Tensor:
+    def _fresh(self, quant_spec: QuantSpec, blocks: BlockValues) -> Tensor:
         import torch
 
         # Half of the last bit that an element has of its mantissa carries into the exponent from 1.75 on.
-        exponents = ((largest.view(torch.int32) + (1 << 21)) >> 23) - 2
+        exponents = ((blocks.largest.view(torch.int32) + (1 << 21)) >> 23) - 2
         stored = exponents.clamp(0, _LARGEST_EXPONENT).to(torch.uint8)
-        scales = load_scales(quant_spec.scale_dtype, stored.view(-1)).view(largest.shape)
-        return torch.where(largest == 0, 1.0, scales)
+        scales = load_scales(quant_spec.scale_dtype, stored.view(-1)).view(exponents.shape)
+        return torch.where(blocks.largest == 0, 1.0, scales)
 
 
 GPT_OSS = QuantMethod(

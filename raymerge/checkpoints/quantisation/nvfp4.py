@@ -19,9 +19,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from raymerge.checkpoints.quantisation.block_codec import (
+    BlockValues,
     Blockwise,
     Codec,
     InTorch,
+    Steps,
+    StoredScales,
     power_of_two_above,
     quotients,
     storable_scales,
@@ -136,22 +139,21 @@ class Nvfp4(Codec):
         serves = near.isfinite() & (near > 0) & (_share(largest, near, is_factor=is_factor) <= 1)
         return torch.where(serves, near, fresh)
 
-    def _steps(self, quant_spec: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    def _steps(self, quant_spec: QuantSpec, stored: StoredScales) -> Steps:
         import torch
 
+        tensor_scale = stored.tensor_scale
         assert tensor_scale is not None
         # Divided by infinity or times 0 all would be 0, and nobody would see that the file is damaged.
         is_usable = tensor_scale.isfinite() & (tensor_scale != 0)
         scale = torch.where(is_usable, tensor_scale, torch.nan)
-        blocks = super()._steps(quant_spec, scales, None)
-        return blocks * scale if _is_factor(quant_spec) else blocks / scale
+        blocks = super()._steps(quant_spec, stored).steps
+        return Steps(blocks * scale if _is_factor(quant_spec) else blocks / scale)
 
-    def _fresh(
-        self, quant_spec: QuantSpec, _: Tensor, largest: Tensor, tensor_scale: Tensor | None
-    ) -> Tensor:
-        assert tensor_scale is not None
-        steps = quotients(largest, LARGEST_E2M1)
-        scales = steps / tensor_scale if _is_factor(quant_spec) else steps * tensor_scale
+    def _fresh(self, quant_spec: QuantSpec, blocks: BlockValues) -> Tensor:
+        whole, steps = blocks.tensor_scale, quotients(blocks.largest, LARGEST_E2M1)
+        assert whole is not None
+        scales = steps / whole if _is_factor(quant_spec) else steps * whole
         return storable_scales(quant_spec.scale_dtype, scales)
 
 
