@@ -362,6 +362,10 @@ MUTATIONS = (
         "execute/non_finite.py", "int(stored.view(_EXPONENTS[dtype][0]).max()) > sign", "False", HOSTILE
     ),
     Mutation(
+        "planner/inputs/quantised.py", " and others <= stored.keys()", "", "planner/test_planner_quantised.py"
+    ),
+    Mutation("storage/store.py", "begin = each.offset - extent.offset", "begin = 0", SCALES),
+    Mutation(
         "checkpoints/quantisation/nvfp4.py",
         "0 < scale < 1 if is_divisor",
         "0 < scale < 1 if not is_divisor",
