@@ -788,6 +788,12 @@ MUTATIONS = (
     ),
     Mutation(
         "planner/outputs/loaders.py",
+        "max(2, -(-rows * apart // block))",
+        "-(-rows * apart // block)",
+        "planner/test_planner_loaders.py",
+    ),
+    Mutation(
+        "planner/outputs/loaders.py",
         "count > 1 and size // count != block",
         "size // count != block",
         "planner/test_planner_loaders.py",
