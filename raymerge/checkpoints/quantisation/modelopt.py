@@ -108,17 +108,16 @@ def as_hf_quant_config(table: Mapping[str, Any], before: Mapping[str, Any]) -> d
     if not is_table(table):
         return None
     given = as_table(before)
-    layers = {"quantized_layers": table["quantized_layers"]} if table.get("quantized_layers") else {}
-    size = {"group_size": table["group_size"]} if table.get("group_size") else _group_size(table)
+    stated = {key: table[key] for key in ("group_size", "quantized_layers") if table.get(key)}
     # What else the file says is of the algorithm that it names.
     is_same = given.get("quant_algo") == table.get("quant_algo")
     others = {key: each for key, each in given.items() if key not in _KEYS or key == "has_zero_point"}
     quantization = {
         "quant_algo": table.get("quant_algo"),
         "kv_cache_quant_algo": _cache_algorithm(table, given),
-        **size,
+        **_group_size(table),
         "exclude_modules": list(names_in(table, *_GLOBS)),
-        **layers,
+        **stated,
         **(others if is_same else {}),
     }
     return {**before, "quantization": quantization}
