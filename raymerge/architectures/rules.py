@@ -161,8 +161,8 @@ class Rules:
     is_out_in: bool
     plain: re.Pattern[str]
     """Of tensors that are not quantised with others of their role."""
-    has_byte_experts: bool
-    """Whether MXFP4 is for experts alone, in bytes of rows."""
+    expert_format: str
+    """Name of the format that the family has its experts in, and nothing else; "" for none."""
     joined: Mapping[str, tuple[str, ...]]
     """By a module's word all words of those that servers join it with, in their order there."""
     sizes: Mapping[str, tuple[str, ...]]
@@ -204,7 +204,7 @@ def load_rules(model_type: str | None) -> Rules:
         },
         fused={**fused["layouts"], **family.get("fused", {}).get("layouts", {})},
         is_out_in=_plain(model_type) in fused["out_in"],
-        has_byte_experts=_plain(model_type) in general["quantised"]["mxfp4_bytes"],
+        expert_format=_expert_format(_plain(model_type)),
         plain=_any([*general["quantised"]["plain"], *family.get("quantised", {}).get("plain", ())]),
         joined={
             word: tuple(words)
@@ -225,6 +225,11 @@ def load_rules(model_type: str | None) -> Rules:
         ),
         depth=_depth({**general["depth"], **family.get("depth", {})}),
     )
+
+
+def _expert_format(model_type: str | None) -> str:
+    formats = _GENERAL["quantised"]["experts"].items()
+    return next((name for name, families in formats if model_type in families), "")
 
 
 def rules_of(config: Mapping[str, Any]) -> Rules:

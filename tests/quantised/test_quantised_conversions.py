@@ -428,7 +428,7 @@ def test_what_a_format_cannot_hold_is_named_with_a_remedy(tmp_path: Path) -> Non
     ("asked", "fault"),
     [
         ("int4", "loaders take it for the weight of one module, a matrix, and no stack of them"),
-        ([{"role": "attention", "value": "mxfp4"}], "gpt-oss has its experts in it and nothing else"),
+        ([{"role": "attention", "value": "mxfp4"}], "gpt_oss has its experts in it and nothing else"),
     ],
 )
 def test_what_no_loader_takes_is_refused(asked: object, fault: str, gpt: Parents) -> None:

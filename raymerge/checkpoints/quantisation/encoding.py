@@ -51,11 +51,12 @@ class Format:
     """Suffixes of a tensor's name in its stored parts, by field of ``PartNames``; one with a dot before it
     follows the module's name."""
     code_bits: int = field(compare=False, default=4)
-    word: str = field(compare=False, default="")
-    recipe_name: str = field(compare=False, default="")
-    """What recipes call it; one name for formats that differ only in how tensors are called and laid out."""
+    title: str = field(compare=False, default="")
+    """What messages call it; "" for its name in recipes."""
+    layout_of: str = field(compare=False, default="")
+    """Name of the format that differs only in how tensors are called and laid out; "" for none."""
     usual_block: tuple[int, int] | None = field(compare=False, default=None)
-    """What publishers choose where ``block`` leaves a choice."""
+    """What publishers choose where ``block`` leaves a choice; None where it leaves none."""
     tensor_scale: Literal["none", "only", "divisor", "factor"] = field(compare=False, default="none")
     """Whether the tensor has one scale: the ``only`` one, or a ``divisor`` or ``factor`` of block scales."""
     has_block_axis: bool = field(compare=False, default=False)
@@ -64,16 +65,24 @@ class Format:
     """Whether codes that share an element are of rows that follow each other, and not of columns."""
     scales_stack: bool = field(compare=False, default=False)
     """Whether a stack of matrices has the scale of the tensor together, and not each its own."""
+    holds_stacks: bool = field(compare=False, default=False)
+    """Whether loaders take stacks of experts [experts, out, in] in it, as they take weights of modules."""
+    for_experts_only: bool = field(compare=False, default=False)
+    """Whether it is a layout that some families have their experts in, and nothing else."""
     zero_points: DType | None = field(compare=False, default=None)
     """Dtype of the elements in which zero points of blocks are packed, those of the first row lowest; None
     where the code for 0 is the same in all blocks."""
     expert_dtype: str = field(compare=False, default="")
     """What the config's ``expert_dtype`` calls experts in it, where the table is that of another format."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "word", self.word or self.name)
-        object.__setattr__(self, "recipe_name", self.recipe_name or self.name)
-        object.__setattr__(self, "usual_block", self.usual_block or self.block)
+    @property
+    def word(self) -> str:
+        return self.title or self.recipe_name
+
+    @property
+    def recipe_name(self) -> str:
+        """What recipes call it and its other layouts."""
+        return self.layout_of or self.name
 
     @property
     def is_fp8(self) -> bool:
@@ -357,8 +366,8 @@ def usual_quant_spec(
     if len(shape) < 2:
         raise ValueError(f"{form.word} is for matrices, but the shape is {list(shape)}.")
     stack, sizes = shape[:-2], shape[-2:]
-    assert form.usual_block is not None
-    rows, columns = (usual or size for usual, size in zip(form.usual_block, sizes, strict=True))
+    usual_block = form.usual_block or form.block
+    rows, columns = (usual or size for usual, size in zip(usual_block, sizes, strict=True))
     grid = tuple(-(-size // max(of, 1)) for size, of in zip(sizes, (rows, columns), strict=True))
     is_one = form.tensor_scale == "only" and (form.scales_stack or not stack)
     scales_shape = (1,) if is_one else (*stack, *grid)

@@ -96,6 +96,7 @@ FP8_BLOCK = _format(
     usual_block=USUAL_BLOCK,
     usual_scale=DType.F32,
     parts={"codes": "", "scales": "_scale_inv"},
+    holds_stacks=True,
 )
 FP8_CHANNEL = _format(
     "fp8_channel", (1, WHOLE), usual_scale=DType.BF16, parts={"codes": "", "scales": "_scale"}
@@ -110,22 +111,13 @@ FP8_TENSOR = _format(
 FP8_STACK = replace(
     FP8_TENSOR,
     name="fp8_stack",
-    word="fp8_tensor in stacks of experts",
-    recipe_name="fp8_tensor",
+    title="fp8_tensor in stacks of experts",
+    layout_of="fp8_tensor",
     usual_scale=DType.F32,
     parts={"codes": "", "tensor_scale": "_weight_scale"},
     scales_stack=True,
 )
-MXFP8 = replace(
-    FP8_CHANNEL,
-    name="mxfp8",
-    word="mxfp8",
-    recipe_name="mxfp8",
-    block=(1, 32),
-    usual_block=(1, 32),
-    scale_dtypes=EXPONENTS,
-    usual_scale=DType.U8,
-)
+MXFP8 = replace(FP8_CHANNEL, name="mxfp8", block=(1, 32), scale_dtypes=EXPONENTS, usual_scale=DType.U8)
 """OCP Microscaling v1.0: 32 columns share a power of two."""
 
 

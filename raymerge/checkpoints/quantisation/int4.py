@@ -48,25 +48,16 @@ INT4 = Format(
 INT4_ASYMMETRIC = replace(
     INT4,
     name="int4_asymmetric",
-    recipe_name="int4_asymmetric",
-    word="INT4 with zero points",
+    title="INT4 with zero points",
     reference=Reference(tuple(map(float, range(16))), top=15.0),
     parts={**INT4.parts, "zero_points": "_zero_point"},
     zero_points=DType.I32,
 )
-INT4_CHANNEL = replace(
-    INT4,
-    name="int4_channel",
-    recipe_name="int4_channel",
-    word="int4_channel",
-    block=(1, WHOLE),
-    usual_block=(1, WHOLE),
-)
+INT4_CHANNEL = replace(INT4, name="int4_channel", block=(1, WHOLE), usual_block=(1, WHOLE))
 INT4_CHANNEL_ASYMMETRIC = replace(
     INT4_ASYMMETRIC,
     name="int4_channel_asymmetric",
-    recipe_name="int4_channel_asymmetric",
-    word="int4_channel with zero points",
+    title="int4_channel with zero points",
     block=(1, WHOLE),
     usual_block=(1, WHOLE),
 )

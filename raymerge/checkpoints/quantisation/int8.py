@@ -47,8 +47,7 @@ INT8_CHANNEL = Format(
 INT8_ASYMMETRIC = replace(
     INT8_CHANNEL,
     name="int8_asymmetric",
-    recipe_name="int8_asymmetric",
-    word="int8_channel with zero points",
+    title="int8_channel with zero points",
     reference=Reference(INT8_CHANNEL.reference.elements, top=255.0),
     parts={**INT8_CHANNEL.parts, "zero_points": "_zero_point"},
     zero_points=DType.I8,

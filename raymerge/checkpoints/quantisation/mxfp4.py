@@ -63,13 +63,20 @@ MXFP4 = Format(
     reference=Reference(E2M1_NUMBERS, reach=7 / 6, least_peak=4.0),
     parts={"codes": "_blocks", "scales": "_scales"},
     has_block_axis=True,
+    for_experts_only=True,
 )
 MXFP4_ROWS = replace(
-    MXFP4, name="mxfp4_rows", parts={"codes": "_packed", "scales": "_scale"}, has_block_axis=False
+    MXFP4,
+    name="mxfp4_rows",
+    layout_of="mxfp4",
+    parts={"codes": "_packed", "scales": "_scale"},
+    has_block_axis=False,
+    for_experts_only=False,
 )
 MXFP4_BYTES = replace(
     MXFP4,
     name="mxfp4_bytes",
+    layout_of="mxfp4",
     code_dtype=DType.I8,
     usual_scale=DType.F8_E8M0,
     parts={"codes": "", "scales": ".scale"},

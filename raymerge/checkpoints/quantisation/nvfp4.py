@@ -51,16 +51,16 @@ NVFP4 = Format(
 NVFP4_MODELOPT = replace(
     NVFP4,
     name="nvfp4_modelopt",
-    word="ModelOpt nvfp4",
+    title="ModelOpt nvfp4",
+    layout_of="nvfp4",
     parts={"codes": "", "scales": "_scale", "tensor_scale": "_scale_2"},
     tensor_scale="factor",
 )
 NVFP4_STACK = replace(
     NVFP4_MODELOPT,
     name="nvfp4_stack",
-    word="ModelOpt nvfp4 in stacks of experts",
+    title="ModelOpt nvfp4 in stacks of experts",
     block=(16, 1),
-    usual_block=(16, 1),
     parts={"codes": "", "scales": "_weight_scale", "tensor_scale": "_weight_scale_2"},
     packs_rows=True,
     scales_stack=True,

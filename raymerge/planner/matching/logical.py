@@ -27,7 +27,6 @@ from raymerge.architectures.rules import LayoutKind, Role, Rules, first_int
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, USUAL_BLOCK
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
 from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, fused_views
 from raymerge.errors import Findings
@@ -193,8 +192,8 @@ class LogicalTensors:
         return _swapped(shape) if differs else shape
 
     @property
-    def has_byte_experts(self) -> bool:
-        return self._source.rules.has_byte_experts
+    def expert_format(self) -> str:
+        return self._source.rules.expert_format
 
     def is_left_plain(self, name: str) -> bool:
         """Whether publishers do not quantise a tensor, though they do so with others of its role."""
@@ -274,7 +273,8 @@ class LogicalTensors:
     def _fused_layout(self, name: str) -> FusedLayout | None:
         rules, config = self._source.rules, self._source.checkpoint.config
         shape = self._source.checkpoint.tensors[name].shape
-        if self._format(name) == MXFP4 and len(shape) > 2:
+        own = self._format(name)
+        if own is not None and own.has_block_axis and len(shape) > 2:
             layout = fused_layout(name, _swapped(shape), config, rules)
             if layout is not None and layout.kind in _TURNED:
                 return layout
@@ -283,8 +283,8 @@ class LogicalTensors:
     def is_turned(self, name: str, form: Format | None) -> bool:
         """Whether a format has matrices [rows, columns] that the family has [columns, rows] in bfloat16.
 
-        Of the published formats only MXFP4 does: its groups run along the dimension that is summed over."""
-        if form != MXFP4 or len(self._source.checkpoint.tensors[name].shape) < 3:
+        Formats whose blocks are an axis do: these run along the dimension that is summed over."""
+        if form is None or not form.has_block_axis or len(self._source.checkpoint.tensors[name].shape) < 3:
             return False
         layout = self._layout(name)
         return layout is not None and layout.kind in _TURNED

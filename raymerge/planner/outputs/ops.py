@@ -20,9 +20,8 @@ from raymerge.checkpoints.quantisation.encoding import (
     encoding_of,
     usual_quant_spec,
 )
-from raymerge.checkpoints.quantisation.formats import format_named
+from raymerge.checkpoints.quantisation.formats import format_named, formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_BYTES, MXFP4_ROWS
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
@@ -67,7 +66,6 @@ def output_dtype(asked: DType | None, tensor: StoredTensor, role: Role, main: DT
 _USUAL = frozenset({Role.ATTENTION, Role.MLP, Role.EXPERT, Role.SHARED_EXPERT})
 """Parts whose matrices publishers quantise; embeddings, heads, norms and routers stay plain."""
 _BY_OUTPUTS = frozenset({"out_in", "out_in_interleaved"})
-_GPT_OSS = "gpt_oss"
 _SAME, _PLAIN = "same", "bf16"
 _T = TypeVar("_T")
 _WEIGHT = ".weight"
@@ -89,6 +87,7 @@ class OutFormats:
         self._findings = findings
         self._wanted = recipe.out_dtype or recipe.dtype
         self._held: set[FormatChoice] = set()
+        self._formats: dict[tuple[str, int], Format] = {}
 
     def of(self, aligned: Aligned, lead: StoredTensor, role: Role) -> OutputEncoding:
         source = aligned.span.lead.source
@@ -170,23 +169,16 @@ class OutFormats:
         info = self._logical[source].infos[lead.name]
         if not self._is_multiplied(info, lead, source) or self._logical[source].is_left_plain(lead.name):
             return False
-        if choice.value == MXFP4.name and self._logical[source].has_byte_experts:
-            return info.part is Role.EXPERT
+        parts = {Role.EXPERT} if self._format(choice, source).for_experts_only else _USUAL
         if selector is not None and selector.roles:
-            return info.part in _USUAL or info.part in selector.roles
-        if info.part not in _USUAL or info.role is Role.VISION:
-            return False
-        # gpt-oss has no codes but its experts', and its loader takes no others.
-        return not self._is_gpt_oss(choice, source) or self._logical[source].is_turned(lead.name, MXFP4)
+            return info.part in parts or info.part in selector.roles
+        return info.part in parts and info.role is not Role.VISION
 
     def _is_multiplied(self, info: TensorInfo, lead: StoredTensor, source: int) -> bool:
         if lead.dtype is DType.F32 and self._main[source] is not DType.F32:
             return False
         is_weight = lead.name.endswith(_WEIGHT) or info.part is Role.EXPERT
         return is_weight and not info.is_bias and len(lead.shape) > 1 and min(lead.shape[-2:]) > 1
-
-    def _is_gpt_oss(self, choice: FormatChoice, source: int) -> bool:
-        return choice.value == MXFP4.name and self._logical[source].model_type == _GPT_OSS
 
     def _plain(
         self, lead: StoredTensor, role: Role, source: int, *, is_freed: bool, asked: DType | None = None
@@ -220,16 +212,11 @@ class OutFormats:
         return None
 
     def _format(self, choice: FormatChoice, source: int) -> Format:
-        """The format of a name in recipes, in the layout that the source has it in."""
-        form = format_named(choice.value)
-        if self._is_gpt_oss(choice, source):
-            return form
-        stored = self._logical[source].formats
-        # Layouts of stacks are no modules'.
-        layouts = (each for each in stored if each != MXFP4 and not each.scales_stack)
-        alike = [each for each in layouts if each.recipe_name == form.name]
-        fresh = MXFP4_BYTES if self._logical[source].has_byte_experts else MXFP4_ROWS
-        return next(iter(alike), fresh if form == MXFP4 else form)
+        """The format of a name in recipes, in the layout that the source or else its family has it in."""
+        key = choice.value, source
+        if key not in self._formats:
+            self._formats[key] = _layout(format_named(choice.value), self._logical[source])
+        return self._formats[key]
 
     def _is_own(self, choice: FormatChoice, own: Format, source: int) -> bool:
         """Whether what is asked for is the format that a tensor has in the source."""
@@ -240,17 +227,16 @@ class OutFormats:
         return own is self._format(choice, source)
 
     def _fault(self, form: Format, lead: StoredTensor, source: int) -> str | None:
-        if form == MXFP4 and not self._logical[source].is_turned(lead.name, MXFP4):
-            return "gpt-oss has its experts in it and nothing else"
         part = self._logical[source].infos[lead.name].part
-        if form == MXFP4_BYTES and part is not Role.EXPERT:
-            return f"a {self._logical[source].model_type} has its experts in it and nothing else"
+        is_stack = form.has_block_axis and self._logical[source].is_turned(lead.name, form)
+        if form.for_experts_only and (part is not Role.EXPERT or is_stack != form.has_block_axis):
+            return f"{self._logical[source].model_type} has its experts in it and nothing else"
         if part is Role.EMBEDDING:
             return "loaders take codes for the weights of linear layers alone, and embeddings are none"
         is_of_module = lead.name.endswith(_WEIGHT) and len(lead.shape) == 2
-        if form not in (FP8_BLOCK, MXFP4) and not is_of_module:
+        if not (is_of_module or is_stack or form.holds_stacks):
             return "loaders take it for the weight of one module, a matrix, and no stack of them"
-        if form == FP8_BLOCK and not is_of_module and len(lead.shape) > 1:
+        if form.holds_stacks and not is_of_module and len(lead.shape) > 1:
             return self._wrong_stack(lead, source)
         return None
 
@@ -270,6 +256,15 @@ class OutFormats:
         # Under powers of two blocks of FP8 hold MXFP4 exactly, unless its scales are far apart.
         has_powers = form == FP8_BLOCK and own is not None and own.power_of_two
         return usual_quant_spec(form, shape, power_of_two=has_powers)
+
+
+def _layout(form: Format, own: LogicalTensors) -> Format:
+    # Layouts of stacks are no modules'.
+    alike = [each for each in formats() if each.recipe_name == form.name and not each.scales_stack]
+    usual = [each for each in alike if not each.for_experts_only or each.name == own.expert_format]
+    return min(
+        usual, key=lambda each: (each not in own.formats, each.name != own.expert_format), default=form
+    )
 
 
 def matrix_op(reads: Sequence[Read], shape: tuple[int, ...], logical: str, expression: Expression) -> Op:
