@@ -19,9 +19,9 @@ from raymerge.checkpoints.quantisation.nvfp4 import SPELL_RIGHT, other_spelling
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.non_finite import are_zeros, scale_fault
-from raymerge.merge_plan.expressions import LARGEST
 from raymerge.merge_plan.plan import Ints, Plan, RunReader, ints
 from raymerge.merge_plan.tables import read_scales
+from raymerge.methods.internal import LARGEST
 from raymerge.storage.store import ReadStore, read_together
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -133,7 +133,7 @@ def _bounded(scales: Iterable[_Stored], stores: Sequence[ReadStore]) -> list[_St
 def _of_activations(plan: Plan) -> Iterator[_Stored]:
     """Scales of inputs, outputs, cached keys and values, of which the largest is taken or one is copied."""
     is_quantised = bool(quantisation_tables(plan.manifest["config"]))
-    chosen = [each.method == LARGEST or (each.is_copy and is_quantised) for each in plan.expressions]
+    chosen = [each.method == LARGEST.name or (each.is_copy and is_quantised) for each in plan.expressions]
     if not any(chosen):
         return
     names = plan["tensors"].column("name").to_pylist()

@@ -28,9 +28,9 @@ from raymerge.merge_plan.check_ops import (
     smallest_quant_spec,
 )
 from raymerge.merge_plan.dispositions import Rule, Use
-from raymerge.merge_plan.expressions import RENUMBER, Expression
+from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Flags, Ints, Plan, digest, joined_sums, op_bytes
-from raymerge.methods import BaseUse, find_method
+from raymerge.methods import BaseUse, Takes, find_method
 from raymerge.storage.store import is_key
 
 _LENGTH_NBYTES = 8
@@ -222,7 +222,7 @@ def _objection(expression: Expression) -> str | None:
         return f"there is no method {expression.method!r}"
     if method.base is not BaseUse.OPTIONAL and expression.has_base != (method.base is BaseUse.REQUIRED):
         return f"{method.name} has a base too many or too few"
-    if encode is None and expression.cast.is_mergeable == (method.name == RENUMBER):
+    if encode is None and expression.cast.is_mergeable == (method.takes is Takes.INTEGERS):
         return f"its result is written as {expression.cast.value} codes"
     if not 0 <= settings.position <= 1 or (settings.position and not method.positional):
         return f"{method.name} has the position {settings.position}"

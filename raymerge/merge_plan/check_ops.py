@@ -14,7 +14,7 @@ from raymerge.checkpoints.quantisation.encoding import Encoding, Made, QuantSpec
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.merge_plan.expressions import MADE, RENUMBER, Expression, made_part
+from raymerge.merge_plan.expressions import MADE, Expression, made_part
 from raymerge.merge_plan.plan import (
     Flags,
     Ints,
@@ -28,6 +28,7 @@ from raymerge.merge_plan.plan import (
     starts,
     sums,
 )
+from raymerge.methods import Takes
 
 _REMEDY = (
     "Make the plan anew; if this comes again, it is a bug in raymerge: please report it with the recipe."
@@ -341,8 +342,9 @@ def _check_inputs(check: Check) -> None:
     written = np.array([each.cast for each in check.expressions])[ops.expression]
     read = np.array([DType(word) for word in words])[dtype] if len(dtype) else written[:0]
     check.flag("inputs", copies & (read != written[op]), "a copy of bytes reads another dtype")
-    counts = np.array([each.method == RENUMBER for each in check.expressions], dtype=np.bool_)
-    codes = _is_code(inputs) & (inputs.scales < 0) & ~counts[ops.expression][op]
+    methods = (each.definition for each in check.expressions)
+    of_integers = np.array([each is not None and each.takes is Takes.INTEGERS for each in methods], np.bool_)
+    codes = _is_code(inputs) & (inputs.scales < 0) & ~of_integers[ops.expression][op]
     check.flag("inputs", codes & ~copies, "arithmetic reads codes")
     check.flag("inputs", copies & is_gathered, "a copy of bytes is gathered from rows")
 

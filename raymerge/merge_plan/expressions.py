@@ -21,8 +21,6 @@ MADE: Mapping[Made, str] = MappingProxyType(
     {"scales": "scales", "tensor_scale": "scale", "zero_points": "zero points"}
 )
 """What is made with codes, which names the expressions of it, and what it is called there."""
-LARGEST = "largest"
-RENUMBER = "renumber"
 
 _BYTES = "bytes"
 

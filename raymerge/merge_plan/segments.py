@@ -12,7 +12,6 @@ from typing import NamedTuple
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.merge_plan.expressions import (
-    LARGEST,
     MADE,
     Op,
     Output,
@@ -23,6 +22,7 @@ from raymerge.merge_plan.expressions import (
     made_part,
 )
 from raymerge.methods import BLOCK
+from raymerge.methods.internal import LARGEST
 
 _SEGMENTS_WANTED = 64
 _SMALLEST = 256 << 10
@@ -183,7 +183,7 @@ def cut_segments(ops: Sequence[PlacedOp]) -> tuple[Segment, ...]:
 
 def _is_made_quickly(op: Op) -> bool:
     """Whether it is made as quickly as copied, which would take memory of its own."""
-    return op.expression.is_constant or op.expression.method == LARGEST
+    return op.expression.is_constant or op.expression.method == LARGEST.name
 
 
 def _segment_target(total_cost: int) -> int:

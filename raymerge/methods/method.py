@@ -40,6 +40,8 @@ class Takes(StrEnum):
 
     WEIGHTS = "weights"
     DELTAS = "deltas"
+    INTEGERS = "integers"
+    """Whole numbers that become others, and are read and written as they are."""
 
 
 @dataclass(frozen=True, slots=True)

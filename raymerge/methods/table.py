@@ -11,8 +11,8 @@ from raymerge.methods.consensus_ta import CONSENSUS_TA
 from raymerge.methods.dare import DARE_LINEAR, DARE_TIES
 from raymerge.methods.della import DELLA, DELLA_LINEAR
 from raymerge.methods.geometric_median import GEOMETRIC_MEDIAN
+from raymerge.methods.internal import LARGEST, RENUMBER
 from raymerge.methods.karcher import KARCHER
-from raymerge.methods.largest import LARGEST
 from raymerge.methods.linear import LINEAR
 from raymerge.methods.lines import LINES
 from raymerge.methods.method import Method
@@ -22,7 +22,6 @@ from raymerge.methods.nearswap import NEARSWAP
 from raymerge.methods.nuslerp import NUSLERP
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.methods.ram import RAM, RAMPLUS_TL
-from raymerge.methods.renumber import RENUMBER
 from raymerge.methods.sce import SCE
 from raymerge.methods.slerp import SLERP, SLERP_DELTA
 from raymerge.methods.spectral import ISO_C, TSV_M
@@ -66,7 +65,6 @@ _METHODS: Mapping[str, Method] = MappingProxyType(
 )
 
 
-# What plans compute and no recipe asks for.
 _INTERNAL: Mapping[str, Method] = MappingProxyType({each.name: each for each in (LARGEST, RENUMBER)})
 
 

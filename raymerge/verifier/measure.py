@@ -21,6 +21,7 @@ from raymerge.errors import CheckpointError, IncompleteError
 from raymerge.merge_plan.expressions import Read
 from raymerge.merge_plan.jobs import Input, JobPart, Jobs, OpJob
 from raymerge.merge_plan.plan import Plan
+from raymerge.methods.internal import LARGEST
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
 from raymerge.verifier.measurements import (
@@ -48,7 +49,6 @@ _LARGEST_SHARE = 5
 _BF16_BITS = 8
 _ELEMENT_BYTES = 8 * 10
 """Bytes of memory for an element of an input: in float64, and what is computed of it."""
-_LARGEST = "largest"
 """What makes scales of activations: no tensors of parents."""
 BASE = -1
 """Stands for the base among the models of a router's rows."""
@@ -100,7 +100,7 @@ class Measurer:
                 raise IncompleteError("stopped in the middle of a segment. The same command begins anew.")
             if op.expression.is_copy or op.expression.is_unread or not op.num_elements:
                 continue
-            if op.expression.method == _LARGEST:
+            if op.expression.method == LARGEST.name:
                 continue
             reason = self._lack(op)
             if reason:

@@ -19,8 +19,9 @@ from raymerge.checkpoints.quantisation.encoding import QuantisedWeight, part_nam
 from raymerge.checkpoints.quantisation.formats import read_declared
 from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
-from raymerge.merge_plan.expressions import LARGEST, Op, Output, Read, make_expression
-from raymerge.methods import Settings, find_method
+from raymerge.merge_plan.expressions import Op, Output, Read, make_expression
+from raymerge.methods import Settings
+from raymerge.methods.internal import LARGEST
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import whole_read
 from raymerge.planner.matching.method_assignment import BoundOutput
@@ -195,13 +196,11 @@ def _reads(scale: Output) -> tuple[Read, ...]:
 
 
 def _is_largest(output: Output) -> bool:
-    return any(op.expression.method == LARGEST for op in output.ops)
+    return any(op.expression.method == LARGEST.name for op in output.ops)
 
 
 def _largest(name: str, like: StoredTensor | Output, reads: Sequence[Read]) -> Op:
     """The op of the largest scale; of divisors the smallest."""
-    method = find_method(LARGEST)
-    assert method is not None
     settings = Settings(values={"smallest": is_divisor(name)}, sources=tuple({} for _ in reads))
-    expression = make_expression(method, settings, has_base=False, cast=like.dtype)
+    expression = make_expression(LARGEST, settings, has_base=False, cast=like.dtype)
     return matrix_op(reads, like.shape, name, expression)

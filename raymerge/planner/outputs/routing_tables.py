@@ -17,7 +17,7 @@ from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Findings
 from raymerge.merge_plan.expressions import Output, make_expression
 from raymerge.methods import Settings
-from raymerge.methods.renumber import RENUMBER
+from raymerge.methods.internal import RENUMBER
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import whole_read
 from raymerge.planner.matching.method_assignment import BoundOutput
