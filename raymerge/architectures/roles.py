@@ -374,6 +374,8 @@ class FusedLayout:
     is_bias: bool
     parts: tuple[str, ...] = ()
     """Canonical names of tensors of which this one has the rows; () for experts."""
+    heights: tuple[int, ...] = ()
+    """Rows of each of these."""
 
 
 def logical_name(name: str, rules: Rules, *, info: TensorInfo | None = None) -> str:
@@ -460,12 +462,15 @@ def fused_layout(
     )
 
 
-def concatenated_layout(name: str, shape: tuple[int, ...], rules: Rules) -> FusedLayout | None:
+def concatenated_layout(
+    name: str, shape: tuple[int, ...], config: Mapping[str, Any], rules: Rules
+) -> FusedLayout | None:
     """How a tensor holds the rows of several others, which may be stored apart; None if it does not."""
-    for pattern, parts in rules.concatenated:
-        if pattern.search(name) and shape and shape[0] % len(parts) == 0:
-            names = tuple(logical_name(pattern.sub(part, name), rules) for part in parts)
-            return FusedLayout("rows", "", ("",), len(parts), is_bias=False, parts=names)
+    for each in rules.concatenated:
+        heights = each.heights(shape[0], config) if shape and each.pattern.search(name) else ()
+        if heights:
+            names = tuple(logical_name(each.pattern.sub(part, name), rules) for part in each.parts)
+            return FusedLayout("rows", "", ("",), 1, is_bias=False, parts=names, heights=heights)
     return None
 
 

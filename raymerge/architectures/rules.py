@@ -7,8 +7,9 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
+from math import prod
 from typing import Any, Literal
 
 _SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -147,10 +148,28 @@ class DepthRules:
 
 
 @dataclass(frozen=True, slots=True)
+class Concatenation:
+    """Tensors that hold the rows of others one below the other."""
+
+    pattern: re.Pattern[str]
+    parts: Sequence[str]
+    """What takes the place of the pattern in the name of each of the others."""
+    rows: Sequence[Sequence[str]] = ()
+    """For each of them the config's fields whose product is the number of its rows; () for equal numbers."""
+
+    def heights(self, num_rows: int, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """The rows of each part; () where they do not make up ``num_rows`` by this config."""
+        stated = [prod(config_int(config, (field,)) or 0 for field in fields) for fields in self.rows]
+        heights = stated or [num_rows // len(self.parts)] * len(self.parts)
+        return tuple(heights) if sum(heights) == num_rows and min(heights) > 0 else ()
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """Naming rules of one family: the general ones behind the family's own."""
 
-    model_type: str | None
+    family: str
+    """The model type without what tells that it is a model of text."""
     roles: tuple[tuple[Role, re.Pattern[str]], ...]
     vision: frozenset[str]
     mtp: frozenset[str]
@@ -169,9 +188,8 @@ class Rules:
     """Fields for ``hidden``, ``expert_rows``, ``num_experts`` and ``chosen_experts``, dotted, best first."""
     renames: tuple[tuple[re.Pattern[str], str], ...]
     """Other spellings to the canonical one, applied in order."""
-    concatenated: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
-    """Tensors that hold the rows of others one below the other, as many of each, and the names of these."""
-    halved: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
+    concatenated: tuple[Concatenation, ...]
+    half_split: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
     """Tensors that hold the rows of each head in two halves where others have them take turns, as rotary
     position embeddings pair them; and the config's fields for the number of heads, best first."""
     published: Mapping[str, str]
@@ -184,46 +202,34 @@ class Rules:
 @lru_cache(maxsize=64)
 def load_rules(model_type: str | None) -> Rules:
     """The rules of a family, or the general ones."""
-    general, family, spelling = _GENERAL, _family(model_type), _spelling(model_type)
-    fused: Mapping[str, Any] = general["fused"]
+    general, own, family = _GENERAL, _own_table(model_type), _plain(model_type)
+    spelled = partial(_gathered, _SPELLINGS, family)
+    roles = (*spelled("roles"), *own.get("roles", ()), *general["roles"])
     return Rules(
-        model_type=model_type,
-        roles=tuple(
-            (Role(entry["role"]), _any(entry["patterns"]))
-            for entry in [*spelling["roles"], *family.get("roles", []), *general["roles"]]
-        ),
+        family=family,
+        roles=tuple((Role(entry["role"]), _any(entry["patterns"])) for entry in roles),
         vision=frozenset(general["overlays"]["vision"]),
         mtp=frozenset(general["overlays"]["mtp"]),
         layer_words=frozenset(general["words"]["layers"]),
         moe_children=frozenset(general["words"]["moe_children"]),
-        projections={
-            word: kind
-            for table in (general["projections"], family.get("projections", {}))
-            for kind, words in table.items()
-            for word in words
-        },
-        fused={**fused["layouts"], **family.get("fused", {}).get("layouts", {})},
-        is_out_in=_plain(model_type) in fused["out_in"],
-        expert_format=_expert_format(_plain(model_type)),
-        plain=_any([*general["quantised"]["plain"], *family.get("quantised", {}).get("plain", ())]),
+        projections={**_by_word(general["projections"]), **_by_word(own.get("projections", {}))},
+        fused={**general["fused"]["layouts"], **own.get("fused", {}).get("layouts", {})},
+        is_out_in=family in general["fused"]["out_in"],
+        expert_format=_expert_format(family),
+        plain=_any(_gathered(general["plain"], family, "patterns")),
         joined={
-            word: tuple(words)
-            for table in (general, family)
-            for words in table.get("joined", {}).get("modules", ())
-            for word in words
+            word: tuple(words) for words in _gathered(general["joined"], family, "modules") for word in words
         },
         sizes={kind: tuple(keys) for kind, keys in general["sizes"].items()},
-        renames=tuple(
-            (re.compile(pattern), replacement)
-            for pattern, replacement in (*spelling["renames"], *_SPELLINGS["renames"])
+        renames=tuple((re.compile(pattern), replacement) for pattern, replacement in spelled("renames")),
+        concatenated=tuple(
+            Concatenation(**{**each, "pattern": re.compile(each["pattern"])})
+            for each in spelled("concatenated")
         ),
-        concatenated=_patterns(spelling["concatenated"]),
-        halved=_patterns(spelling["halved"]),
-        published=_published(model_type),
-        ties=tuple(
-            tuple(pair) for table in (family, general) for pair in table.get("ties", {}).get("pairs", ())
-        ),
-        depth=_depth({**general["depth"], **family.get("depth", {})}),
+        half_split=tuple((re.compile(pattern), tuple(fields)) for pattern, *fields in spelled("half_split")),
+        published=dict(spelled("published")),
+        ties=tuple(map(tuple, (*own.get("ties", {}).get("pairs", ()), *general["ties"]["pairs"]))),
+        depth=_depth({**general["depth"], **own.get("depth", {})}),
     )
 
 
@@ -236,21 +242,20 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
     return load_rules(str(config.get("model_type") or "") or None)
 
 
-def _family(model_type: str | None) -> dict[str, Any]:
+def _own_table(model_type: str | None) -> dict[str, Any]:
     if _plain(model_type) == "general":
         return {}
     return (_table(model_type) if model_type else None) or _table(_plain(model_type)) or {}
 
 
-def _published(model_type: str | None) -> Mapping[str, str]:
-    spellings: Sequence[Mapping[str, Any]] = _GENERAL["published"]
-    return next((each["words"] for each in spellings if _plain(model_type) in each["families"]), {})
+def _gathered(entries: Sequence[Mapping[str, Any]], family: str, key: str) -> list[Any]:
+    """What all entries for a family, or for any, have by a key."""
+    held = (entry for entry in entries if family in entry.get("families", (family,)))
+    return [each for entry in held for each in entry.get(key, ())]
 
 
-def _spelling(model_type: str | None) -> Mapping[str, Sequence[Any]]:
-    own = [each for each in _SPELLINGS["spellings"] if _plain(model_type) in each["families"]]
-    keys = ("roles", "renames", "concatenated", "halved")
-    return {key: [row for each in own for row in each.get(key, ())] for key in keys}
+def _by_word(kinds: Mapping[Projection, Iterable[str]]) -> dict[str, Projection]:
+    return {word: kind for kind, words in kinds.items() for word in words}
 
 
 def _plain(model_type: str | None) -> str:
@@ -267,13 +272,9 @@ def _table(name: str) -> dict[str, Any] | None:
 
 # Read once: a plan asks for rules dozens of times, and these tables took half of its time.
 _GENERAL: Mapping[str, Any] = _table("general") or {}
-_SPELLINGS: Mapping[str, Any] = tomllib.loads(
+_SPELLINGS: Sequence[Mapping[str, Any]] = tomllib.loads(
     files("raymerge.architectures").joinpath("spellings.toml").read_text(encoding="utf-8")
-)
-
-
-def _patterns(rows: Iterable[Sequence[str]]) -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
-    return tuple((re.compile(pattern), tuple(others)) for pattern, *others in rows)
+)["spellings"]
 
 
 def _any(patterns: Iterable[str]) -> re.Pattern[str]:

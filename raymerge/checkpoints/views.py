@@ -6,13 +6,14 @@ projections stored together, F: rows of one projection, d: its columns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
 FusedKind = Literal["out_in", "out_in_interleaved", "in_out", "in_out_interleaved", "rows", "rows_transposed"]
 """``out_in`` [E, P*F, d]; ``in_out`` [E, d, P*F]; ``out_in_interleaved`` and ``in_out_interleaved`` the same
-with projections alternating by row or column; ``rows`` [E*F, ...]; ``rows_transposed`` [E*F, d] whose logical
+with projections alternating by row or column; ``rows`` [E*F, d]; ``rows_transposed`` [E*F, d] whose logical
 matrix is [d, F]. All but the last two also hold biases [E, P*F]."""
 
 
@@ -101,6 +102,18 @@ def fused_views(
     )
 
 
+def concatenated_views(
+    shape: tuple[int, ...], heights: Sequence[int]
+) -> tuple[tuple[View, ...], tuple[Block, ...]]:
+    """The views of tensors that lie one below the other, of so many rows each, and their runs."""
+    shapes = [(height, *shape[1:]) for height in heights]
+    sizes = [prod(each) for each in shapes]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    views = (View(start, each, row_major(each)) for start, each in zip(starts, shapes, strict=True))
+    runs = (Block(start, size, (i,)) for i, (start, size) in enumerate(zip(starts, sizes, strict=True)))
+    return tuple(views), tuple(runs)
+
+
 def _shape_of_one(
     kind: FusedKind, shape: tuple[int, ...], num_projections: int, num_experts: int
 ) -> tuple[int, ...]:
@@ -108,8 +121,7 @@ def _shape_of_one(
     if num_experts < 1 or num_projections < 1:
         return ()
     if kind.startswith("rows"):
-        has_axes = len(shape) == 2 or (kind == "rows" and shape)
-        fits = has_axes and num_projections == 1 and not shape[0] % num_experts
+        fits = len(shape) == 2 and num_projections == 1 and not shape[0] % num_experts
         return (shape[0] // num_experts, *shape[1:]) if fits else ()
     return shape[1:] if len(shape) in (2, 3) and shape[0] == num_experts else ()
 

@@ -49,8 +49,8 @@ class Sums:
 
     def add(self, other: Sums) -> None:
         for name in self.__slots__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            setattr(self, name, max(mine, theirs) if name == "largest" else mine + theirs)
+            own, added = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(own, added) if name == "largest" else own + added)
 
     @property
     def relative_error(self) -> float | None:
@@ -373,7 +373,7 @@ def _is_comparable(a: Place, b: Place) -> bool:
             (each.shape, each.scales, each.view) == (each.tensor.shape, None, None) for each in (a, b)
         )
         return is_whole and a.shape == b.shape
-    if a.shape != b.shape or (a.halved_heads != b.halved_heads and min(a.halved_heads, b.halved_heads) != 0):
+    if a.shape != b.shape or not a.has_rows_of(b):
         return False
     return all(each.tensor.dtype.is_mergeable or each.scales is not None for each in (a, b))
 
@@ -387,19 +387,22 @@ def _are_integers_alike(a: Place, b: Place) -> bool:
 def _between(a: Place, b: Place) -> Numbers:
     first, second = (ResolvedInput(0, each).read(0) for each in (a, b))
     # In the canonical order where one is; rows of unknown heads as they are stored.
-    if min(a.halved_heads, b.halved_heads) == 0:
-        first, second = _with_turns(first, a), _with_turns(second, b)
+    if min(a.half_split_heads, b.half_split_heads) == 0:
+        first, second = _interleaved(first, a), _interleaved(second, b)
     return Numbers(first, second, prod(a.shape))
 
 
-def _with_turns(read: Read, place: Place) -> Read:
-    """A read whose rows of each head take turns, where whole tensors hold them in two halves."""
-    if place.halved_heads == 0:
+def _interleaved(read: Read, place: Place) -> Read:
+    """A read whose rows of each head take turns, where a whole tensor holds them in two halves."""
+    if place.half_split_heads == 0:
         return read
     assert place.view is None
     columns = prod(place.shape[1:])
-    half = place.shape[0] // place.halved_heads // 2
-    shape, strides = (place.halved_heads, half, 2, columns), (2 * half * columns, columns, half * columns, 1)
+    half = place.shape[0] // place.half_split_heads // 2
+    shape, strides = (
+        (place.half_split_heads, half, 2, columns),
+        (2 * half * columns, columns, half * columns, 1),
+    )
     return read._replace(view=View(0, shape, strides))
 
 

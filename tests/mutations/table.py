@@ -768,18 +768,14 @@ MUTATIONS = (
         _REPORT,
     ),
     # Two spellings of one model, and loaders that read a result wrongly
+    Mutation("architectures/rules.py", "stated or [", "[", _SPELLINGS),
     Mutation(
         "planner/matching/logical.py",
         "if heads > 0 and tensor.shape[0] % (2 * heads) == 0 else -1",
         "if heads > 0 else -1",
         _SPELLINGS,
     ),
-    Mutation(
-        "planner/outputs/ops.py",
-        " and min(place.halved_heads, other.halved_heads)",
-        " and place.halved_heads * other.halved_heads > 0",
-        _SPELLINGS,
-    ),
+    Mutation("planner/matching/logical.py", "or min(heads) == 0", "or 0 in heads", _SPELLINGS),
     Mutation(
         "planner/matching/input_resolver.py",
         "(which * half + index if own else 2 * index + which)",
@@ -794,8 +790,8 @@ MUTATIONS = (
     ),
     Mutation(
         "planner/outputs/loaders.py",
-        "count > 1 and size // count != block",
-        "size // count != block",
+        "n > 1 and size // n != block",
+        "size // n != block",
         "planner/test_planner_loaders.py",
     ),
 )

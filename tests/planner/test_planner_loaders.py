@@ -13,7 +13,6 @@ from kits.recipe_maker import linear
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts
 
 from raymerge.dtypes import DType
-from raymerge.planner.outputs.loaders import CONDITIONS, loader_rules
 
 BLOCK = 128
 FP8 = {
@@ -112,9 +111,3 @@ def test_names_that_sglang_leaves_out(name: str, is_left_out: bool, tmp_path: Pa
     specs: Specs = {name: (DType.BF16, (2, 8, 8))}
     assert bool(_notes(tmp_path / "a", specs, "SGLang", "glm5_next")) == is_left_out
     assert not _notes(tmp_path / "b", specs, "SGLang", "glm4_moe")
-
-
-def test_every_condition_is_one_of_a_loader() -> None:
-    rules = loader_rules()
-    assert {rule.tensors for rule in rules if not rule.names} == set(CONDITIONS)
-    assert all(rule.model_types for rule in rules if rule.names)

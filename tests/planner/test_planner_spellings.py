@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from kits.adapter_maker import write_adapter
-from kits.checkpoint_maker import write_checkpoint
+from kits.checkpoint_maker import read_tensors, write_checkpoint
 from kits.merges import mean_of, merge_here
 from kits.plan_maker import Specs, good, header_checkpoint, refusals
 from kits.recipe_maker import linear, piece, stack
@@ -58,6 +58,41 @@ def test_slices_of_models_in_two_spellings(tmp_path: Path) -> None:
         (0, SINKS.format(1, "attention_sink_bias")),
         (1, SINKS.format(1, "sinks")),
     ]
+
+
+CONV = "model.layers.0.linear_attn.{}conv1d.weight"
+OLMO = {"model_type": "olmo_hybrid", "num_hidden_layers": 1, "tie_word_embeddings": True} | {
+    f"linear_{field}": value
+    for field, value in {
+        "num_key_heads": 4,
+        "num_value_heads": 2,
+        "key_head_dim": 3,
+        "value_head_dim": 9,
+    }.items()
+}
+
+
+def _convolutions(seed: int, *, is_joined: bool) -> dict[str, torch.Tensor]:
+    parts = torch.randn(42, 1, 4, generator=torch.Generator().manual_seed(seed)).split([12, 12, 18])
+    ends = {"model.embed_tokens.weight": torch.ones(8, 4)}
+    if is_joined:
+        return {**ends, CONV.format(""): torch.cat(parts)}
+    return {**ends, **{CONV.format(f"{word}_"): part for word, part in zip("qkv", parts, strict=True)}}
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_parts_of_a_convolution_have_the_rows_that_the_config_gives(is_joined: bool, tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", _convolutions(1, is_joined=is_joined), OLMO)
+    other = write_checkpoint(tmp_path / "other", _convolutions(2, is_joined=not is_joined), OLMO)
+    one, two = (_convolutions(seed, is_joined=is_joined) for seed in (1, 2))
+    for name, value in merge_here(mean_of(base, other), tmp_path / "out").items():
+        torch.testing.assert_close(value, (one[name] + two[name]) / 2, msg=name)
+    unlike = {**OLMO, "linear_value_head_dim": 6}
+    roots = [
+        write_checkpoint(tmp_path / str(n), read_tensors(root), unlike)
+        for n, root in enumerate((base, other))
+    ]
+    assert any("it lacks" in problem for problem in refusals(linear(*roots)))
 
 
 HEADS, HALF, WIDTH = 2, 2, 4

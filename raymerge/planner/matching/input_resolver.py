@@ -367,16 +367,16 @@ class ResolvedInput(NamedTuple):
         shape = self.place.shape
         return GatherInput(self._plain(0), shape[0] if shape else 1, self._product())
 
-    def read(self, part: int, *, halved_heads: int | None = None) -> Read:
-        """``halved_heads``: as in the place of what is made; None for the order in which it is stored."""
-        is_ordered = halved_heads in (None, self.place.halved_heads)
+    def read(self, part: int, *, half_split_heads: int | None = None) -> Read:
+        """``half_split_heads``: as in the place of what is made; None for the order in which it is stored."""
+        is_ordered = half_split_heads in (None, self.place.half_split_heads)
         if self.factor is None and is_ordered:
             return self._plain(part)
         shape = self.place.shape
         rows = shape[0]
         runs: tuple[Run, ...] = ((0, 0, rows, 0),)
         if not is_ordered:
-            runs = tuple(_turned_rows(rows, self.place.halved_heads, halved_heads or 0))
+            runs = tuple(_reordered_rows(rows, self.place.half_split_heads, half_split_heads or 0))
         return gathered(part, Gather(rows, prod(shape[1:]), (self.gather_input(),), runs, rows))
 
     def _plain(self, part: int) -> Read:
@@ -401,7 +401,7 @@ class ResolvedInput(NamedTuple):
         )
 
 
-def _turned_rows(rows: int, own: int, other: int) -> Iterator[Run]:
+def _reordered_rows(rows: int, own: int, other: int) -> Iterator[Run]:
     """Rows of heads that are stored in two halves, for a matrix where they take turns; or the other way."""
     head, half = rows // (own or other), rows // (own or other) // 2
     for row in range(rows):
@@ -514,7 +514,7 @@ class InputResolver:
         replaced = laid.replaced.get(called)
         if replaced is None:
             return ResolvedInput(source, place, factor, adapter)
-        instead = whole_place(replaced)._replace(halved_heads=place.halved_heads)
+        instead = whole_place(replaced)._replace(half_split_heads=place.half_split_heads)
         return ResolvedInput(laid.store, instead, factor, adapter)
 
     def whole(self, source: int, name: str) -> ResolvedInput | None:

@@ -28,7 +28,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, USUAL_BLOCK
 from raymerge.checkpoints.views import Block as Run
-from raymerge.checkpoints.views import View, blocks, fused_views
+from raymerge.checkpoints.views import View, blocks, concatenated_views, fused_views
 from raymerge.errors import Findings
 from raymerge.merge_plan.expressions import Scales
 from raymerge.planner.inputs.sources import Source
@@ -36,7 +36,7 @@ from raymerge.planner.inputs.sources import Source
 _WEIGHT = ".weight"
 
 
-ElementOrder: TypeAlias = tuple[LayoutKind, tuple[str, ...], int, tuple[int, ...]]
+ElementOrder: TypeAlias = tuple[LayoutKind, tuple[str, ...], int, tuple[int, ...], tuple[int, ...]]
 
 
 class Place(NamedTuple):
@@ -51,9 +51,14 @@ class Place(NamedTuple):
     view: View | None
     """Layout within the block; None: the block is the logical tensor, row-major."""
     scales: Scales | None = None
-    halved_heads: int = 0
+    half_split_heads: int = 0
     """Heads whose rows lie in two halves each; 0: in the order of the canonical tensor; -1: in halves,
     but the config does not tell of how many heads."""
+
+    def has_rows_of(self, other: Place) -> bool:
+        """Whether rows of both are in one order, or in the canonical one and another."""
+        heads = {self.half_split_heads, other.half_split_heads}
+        return len(heads) == 1 or min(heads) == 0
 
 
 class Block(NamedTuple):
@@ -104,7 +109,7 @@ class LogicalTensors:
     def logical_name(self, name: str) -> str:
         if name not in self._names:
             canonical = self._canonical.of(name, self.infos[name])
-            if self._halved_heads(self._source.checkpoint.tensors[name]) < 0:
+            if self._half_split_heads(self._source.checkpoint.tensors[name]) < 0:
                 canonical = name
             # Of equal texts one is kept.
             self._names[name] = name if canonical == name else canonical
@@ -158,7 +163,7 @@ class LogicalTensors:
         if layout is None or layout.kind == "unknown":
             return None
         kind = _TURNED[layout.kind] if self.is_turned(name, form) else layout.kind
-        return kind, layout.projections, layout.num_experts, self.shape_in(name, form)
+        return kind, layout.projections, layout.num_experts, layout.heights, self.shape_in(name, form)
 
     def _blocks_in(
         self, name: str, form: Format | None, layout: FusedLayout | None
@@ -175,8 +180,7 @@ class LogicalTensors:
             layout = replace(layout, kind=_TURNED[layout.kind])
         if layout.kind == "unknown":
             return None
-        sizes = layout.kind, tensor.shape, len(layout.projections), layout.num_experts
-        views, runs, names = fused_views(*sizes), blocks(*sizes), logical_names(layout)
+        names, (views, runs) = logical_names(layout), _laid_out(layout, tensor.shape)
         height = self._scale_row_height(name, form, tensor.shape[-1])
         return tuple(
             Block(run, count, tuple((names[i], self._place(tensor, run, count, views[i])) for i in members))
@@ -210,14 +214,14 @@ class LogicalTensors:
         if packed is not None and packed.quant_spec.padding:
             view = View(0, shape, (packed.quant_spec.columns, 1))
         scales = self._scales(tensor, 0, count) if self._packed else None
-        return Place(tensor, 0, count, shape, view, scales, self._halved_heads(tensor))
+        return Place(tensor, 0, count, shape, view, scales, self._half_split_heads(tensor))
 
     def heads_fields(self, name: str) -> tuple[str, ...]:
         """The config's fields for the number of heads, where a tensor of this name has the rows of each in
         two halves; empty where it has not."""
-        return next((fields for pattern, fields in self._source.rules.halved if pattern.search(name)), ())
+        return next((fields for pattern, fields in self._source.rules.half_split if pattern.search(name)), ())
 
-    def _halved_heads(self, tensor: StoredTensor) -> int:
+    def _half_split_heads(self, tensor: StoredTensor) -> int:
         """As in a place."""
         if not (fields := self.heads_fields(tensor.name)):
             return 0
@@ -278,7 +282,7 @@ class LogicalTensors:
             layout = fused_layout(name, _swapped(shape), config, rules)
             if layout is not None and layout.kind in _TURNED:
                 return layout
-        return concatenated_layout(name, shape, rules) or fused_layout(name, shape, config, rules)
+        return concatenated_layout(name, shape, config, rules) or fused_layout(name, shape, config, rules)
 
     def is_turned(self, name: str, form: Format | None) -> bool:
         """Whether a format has matrices [rows, columns] that the family has [columns, rows] in bfloat16.
@@ -353,7 +357,16 @@ _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
 
 
 def _is_concatenated(name: str, rules: Rules) -> bool:
-    return any(pattern.search(name) for pattern, _ in rules.concatenated)
+    return any(each.pattern.search(name) for each in rules.concatenated)
+
+
+def _laid_out(layout: FusedLayout, shape: tuple[int, ...]) -> tuple[Sequence[View], Sequence[Run]]:
+    """Where each logical tensor lies, and the runs that hold whole ones."""
+    if layout.heights:
+        return concatenated_views(shape, layout.heights)
+    assert layout.kind != "unknown"
+    sizes = layout.kind, shape, len(layout.projections), layout.num_experts
+    return fused_views(*sizes), blocks(*sizes)
 
 
 def _joined(runs: Sequence[Run], matrix: int, scale_row: int) -> Iterator[Run]:

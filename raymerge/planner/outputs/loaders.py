@@ -3,95 +3,122 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from types import MappingProxyType
 from typing import NamedTuple
 
-from raymerge.architectures.roles import TensorInfo, describe
+from raymerge.architectures.roles import describe
 from raymerge.architectures.rules import Role, Rules
-from raymerge.checkpoints.quantisation.encoding import QuantSpec
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.merge_plan.expressions import Output
 
 
+def loader_notes(outputs: Sequence[Output], rules: Rules) -> Iterator[str]:
+    """A sentence for each loader and reason: the tensors, what becomes of them, why and what helps."""
+    for rule in _LOADER_RULES:
+        of_family = outputs if rules.family in (rule.families or (rules.family,)) else ()
+        concerned = [output for output in of_family if rule.concerns(_Loaded(output, rules))]
+        if concerned:
+            first = concerned[0]
+            example = f"{len(concerned)} tensors ({first.name} {list(first.shape)})"
+            yield f"{rule.loader} {rule.effect.format(tensors=example)}: {rule.reason}. {rule.remedy}"
+
+
+class _Side(NamedTuple):
+    """Rows or columns of a matrix in FP8."""
+
+    size: int
+    num_scales: int
+    block: int
+
+
+class _Loaded(NamedTuple):
+    output: Output
+    rules: Rules
+
+    @property
+    def sides(self) -> tuple[_Side, ...]:
+        """Rows and columns; () for what is not in FP8 by blocks."""
+        packed = self.output.packed
+        if packed is None or packed.quant_spec.format != FP8_BLOCK:
+            return ()
+        spec = packed.quant_spec
+        return tuple(map(_Side, spec.shape[-2:], spec.grid, spec.block))
+
+
+def _has_blocks_of_another_size(loaded: _Loaded) -> bool:
+    """Whether rows and columns are as many equal blocks as there are scales, but of another size."""
+    is_even = all(side.size % side.num_scales == 0 for side in loaded.sides)
+    return is_even and any(n > 1 and size // n != block for size, n, block in loaded.sides)
+
+
+def _has_blocks_cut_off(loaded: _Loaded) -> bool:
+    return any(side.size % side.num_scales for side in loaded.sides)
+
+
+def _is_joined_within_a_block(loaded: _Loaded) -> bool:
+    """Whether gate and up, one below the other, have another number of rows of scales than both together.
+
+    A matrix of both has two rows of scales at least there."""
+    if not loaded.rules.is_out_in or not (sides := loaded.sides):
+        return False
+    info, (rows, num_scales, block) = describe(loaded.output.name, loaded.rules), sides[0]
+    apart = {"gate": 2, "up": 2, "gate_up": 1}.get(info.projection or "", 0)
+    if info.part is not Role.EXPERT or not apart:
+        return False
+    return num_scales * apart != max(2, -(-rows * apart // block))
+
+
+_OF_GLM_MODULES = re.compile(
+    r"\.(forget_gate|attn_hc|ffn_hc)\.|\.experts\.(gate_up|down)_proj$|\.self_attn\.conv1d\."
+)
+
+
+def _has_name_of_glm_modules(loaded: _Loaded) -> bool:
+    return _OF_GLM_MODULES.search(loaded.output.name) is not None
+
+
 @dataclass(frozen=True, slots=True)
-class LoaderRule:
+class _LoaderRule:
     loader: str
+    concerns: Callable[[_Loaded], bool]
     effect: str
     """What the loader does with ``{tensors}``."""
     reason: str
     remedy: str
-    tensors: str = ""
-    """A key of ``CONDITIONS``; "" where ``names`` tells."""
-    names: str = ""
-    model_types: Sequence[str] = ()
-    """Families for which ``names`` holds."""
+    families: Sequence[str] = ()
+    """() for all."""
 
 
-def loader_rules() -> tuple[LoaderRule, ...]:
-    table = files("raymerge.planner").joinpath("loaders.toml").read_text(encoding="utf-8")
-    return tuple(LoaderRule(**entry) for entry in tomllib.loads(table)["loaders"])
-
-
-def loader_notes(outputs: Sequence[Output], rules: Rules) -> Iterator[str]:
-    """A sentence for each loader and reason: the tensors, what becomes of them, why and what helps."""
-    for rule in loader_rules():
-        held = [output for output in outputs if _holds(rule, output, rules)]
-        if held:
-            first = held[0]
-            example = f"{len(held)} tensors ({first.name} {list(first.shape)})"
-            yield f"{rule.loader} {rule.effect.format(tensors=example)}: {rule.reason}. {rule.remedy}"
-
-
-class _Matrix(NamedTuple):
-    quant_spec: QuantSpec
-    info: TensorInfo
-    rules: Rules
-
-    @property
-    def sides(self) -> list[tuple[int, int, int]]:
-        """Of rows and columns how many there are, their scales, and how many share one."""
-        spec = self.quant_spec
-        return list(zip(spec.shape[-2:], spec.grid, spec.block, strict=True))
-
-
-def _holds(rule: LoaderRule, output: Output, rules: Rules) -> bool:
-    if rule.names:
-        return rules.model_type in rule.model_types and re.search(rule.names, output.name) is not None
-    quant_spec = None if output.packed is None else output.packed.quant_spec
-    if quant_spec is None or quant_spec.format != FP8_BLOCK:
-        return False
-    return CONDITIONS[rule.tensors](_Matrix(quant_spec, describe(output.name, rules), rules))
-
-
-def _blocks_of_another_size(matrix: _Matrix) -> bool:
-    """Whether rows and columns are as many equal blocks as there are scales, but of another size."""
-    is_even = all(size % count == 0 for size, count, _ in matrix.sides)
-    return is_even and any(count > 1 and size // count != block for size, count, block in matrix.sides)
-
-
-def _blocks_cut_off(matrix: _Matrix) -> bool:
-    return any(size % count for size, count, _ in matrix.sides)
-
-
-def _experts_joined_within_a_block(matrix: _Matrix) -> bool:
-    """Whether gate and up, one below the other, have another number of rows of scales than both together.
-
-    A matrix of both has two rows of scales at least there."""
-    info, (rows, count, block) = matrix.info, matrix.sides[0]
-    if info.part is not Role.EXPERT or not matrix.rules.is_out_in:
-        return False
-    apart = {"gate": 2, "up": 2, "gate_up": 1}.get(info.projection or "", 0)
-    return apart > 0 and count * apart != max(2, -(-rows * apart // block))
-
-
-CONDITIONS: Mapping[str, Callable[[_Matrix], bool]] = MappingProxyType(
-    {
-        "blocks_of_another_size": _blocks_of_another_size,
-        "blocks_cut_off": _blocks_cut_off,
-        "experts_joined_within_a_block": _experts_joined_within_a_block,
-    }
+_LOADER_RULES = (
+    _LoaderRule(
+        "transformers",
+        _has_blocks_of_another_size,
+        "decodes {tensors} wrongly where it loads FP8 as bfloat16 (on CPUs, or with dequantize=True)",
+        "it takes the size of the blocks from the number of scales, as if the last block were as large as "
+        "the others",
+        "Load the result on a GPU with FP8, or store these tensors as bf16 (out_format).",
+    ),
+    _LoaderRule(
+        "transformers",
+        _has_blocks_cut_off,
+        "refuses {tensors} where it loads FP8 as bfloat16 (on CPUs, or with dequantize=True)",
+        "their last block is cut off, and it has scales that divide rows and columns evenly alone",
+        "Load the result on a GPU with FP8, or store these tensors as bf16 (out_format).",
+    ),
+    _LoaderRule(
+        "transformers",
+        _is_joined_within_a_block,
+        "does not load {tensors} as FP8",
+        "it stores gate and up of an expert as one matrix, in which a block would have rows of both",
+        "Serve the result with vLLM or SGLang, or store these tensors as bf16 (out_format).",
+    ),
+    _LoaderRule(
+        "SGLang",
+        _has_name_of_glm_modules,
+        "leaves out {tensors} without a word",
+        "they have the names of transformers' modules, and it knows those of the published model alone",
+        "Name a base_model that has the published names: the result has the names of its base.",
+        families=("glm5_next",),
+    ),
 )

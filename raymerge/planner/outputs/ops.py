@@ -492,7 +492,7 @@ class OpMaker:
         )
 
     def _other_heads(self, lead: int, source: int, place: Place, other: Place) -> None:
-        if place.halved_heads < 0:
+        if place.half_split_heads < 0:
             lead, source, other = source, lead, place
         field = self._logical[source].heads_fields(other.tensor.name)[0]
         self._findings.tensor(
@@ -519,7 +519,7 @@ class OpMaker:
                     is_complete = False
                     continue
                 self.settle(resolved, member.source, disposition)
-                reads.append(resolved.read(len(parts), halved_heads=place.halved_heads))
+                reads.append(resolved.read(len(parts), half_split_heads=place.half_split_heads))
             is_same = not chosen.aligned.alias and chosen.aligned.output == chosen.aligned.lead
             own = logical if is_same else output_logical(chosen.aligned, logical)
             parts.append(Part(own, place.shape, place.view))
@@ -553,7 +553,7 @@ class OpMaker:
         if place.shape != other.shape:
             self.other_shape(chosen, member, other, place.shape)
             return False
-        if place.halved_heads != other.halved_heads and min(place.halved_heads, other.halved_heads):
+        if not place.has_rows_of(other):
             self._other_heads(chosen.aligned.span.lead.source, member.source, place, other)
             return False
         scales = other.scales
