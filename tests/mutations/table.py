@@ -769,6 +769,7 @@ MUTATIONS = (
     ),
     # Two spellings of one model, and loaders that read a result wrongly
     Mutation("architectures/rules.py", "stated or [", "[", _SPELLINGS),
+    Mutation("planner/matching/compatibility.py", "if not self._spellings(stacked):", "if True:", _SPELLINGS),
     Mutation(
         "planner/matching/logical.py",
         "if heads > 0 and tensor.shape[0] % (2 * heads) == 0 else -1",

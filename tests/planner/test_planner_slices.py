@@ -386,8 +386,8 @@ def test_kinds_that_one_source_has_by_itself_may_be_mixed(tmp_path: Path) -> Non
             {},
             {"fused": True},
             [
-                "model.layers.1.mlp.experts.down_proj only here",
-                "model.layers.1.mlp.experts.0.down_proj.weight only there",
+                "spells its layers as in model.layers.1.mlp.experts.down_proj, where",
+                "has model.layers.0.mlp.experts.0.down_proj.weight, and",
             ],
         ),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from kits.adapter_maker import write_adapter
 from kits.checkpoint_maker import read_tensors, write_checkpoint
 from kits.merges import mean_of, merge_here
@@ -58,6 +59,18 @@ def test_slices_of_models_in_two_spellings(tmp_path: Path) -> None:
         (0, SINKS.format(1, "attention_sink_bias")),
         (1, SINKS.format(1, "sinks")),
     ]
+
+
+def test_a_stack_of_two_spellings_is_refused_until_they_are_one(tmp_path: Path) -> None:
+    base, other = (_model(tmp_path / word, word) for word in ("attention_sink_bias", "sinks"))
+    (problem,) = refusals(stack(piece(base, 0, 1), piece(other, 1, 2)))
+    names = f"as in {SINKS.format(1, 'sinks')}, where {base} has {SINKS.format(0, 'attention_sink_bias')},"
+    remedy = f"{{merge_method: passthrough, base_model: {base}, models: [{{model: {other}}}]}}"
+    assert problem.startswith(f"{other}: ")
+    assert names in problem
+    assert remedy in problem
+    made = good(yaml.safe_load(remedy))
+    assert made.reads(SINKS.format(1, "attention_sink_bias")) == [(1, SINKS.format(1, "sinks"))]
 
 
 CONV = "model.layers.0.linear_attn.{}conv1d.weight"

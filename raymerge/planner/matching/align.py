@@ -246,6 +246,12 @@ class PlacedTensors:
             return "before"
         return "after" if info.role is Role.HEAD or _is_behind(name, info.role) else "before"
 
+    def canonical_names(self, layer: int) -> frozenset[str]:
+        """Of the logical tensors of a layer, within it."""
+        names = filter(self.is_compared, self.by_place.get(layer, ()))
+        members = (member for name in names for member in self._logical.member_names(name))
+        return frozenset(member.partition(f".{layer}.")[2] for member in members)
+
     def is_compared(self, name: str) -> bool:
         """False for buffers, which loaders recompute, and for what predicts further tokens."""
         info = self._logical.infos[name]

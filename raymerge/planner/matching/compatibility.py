@@ -80,8 +80,8 @@ def other_families(recipe: Recipe, sources: Sequence[Source], *, donor: Source) 
 def _is_foreign(source: Source, donor: Source) -> bool:
     renamed = bool(source.reference.override_architecture)
     # transformers has some classes under other spellings than their publishers (Kimi_K25..., KimiK25...).
-    mine, theirs = map(_plain_names, (source, donor))
-    return mine != theirs or (source.model_type != donor.model_type and not renamed)
+    is_other_class = _plain_names(source) != _plain_names(donor)
+    return is_other_class or (source.model_type != donor.model_type and not renamed)
 
 
 def _plain_names(source: Source) -> list[str]:
@@ -249,9 +249,7 @@ def check_stacks(
             # That the config cannot be told of these layers is said elsewhere.
             del parts[donor]
         if len(parts) > 1:
-            check = _StackCheck(section, parts, parts.get(donor), findings, by_token=by_token)
-            check.layers()
-            check.ends()
+            _StackCheck(section, parts, parts.get(donor), findings, by_token=by_token).report()
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +268,30 @@ class _StackCheck:
     findings: Findings
     by_token: bool
 
-    def layers(self) -> None:
+    def report(self) -> None:
         stacked = [self._stacked(index, part) for index, part in self.parts.items()]
+        if not self._spellings(stacked):
+            self._layers(stacked)
+            self._ends()
+
+    def _spellings(self, stacked: Sequence[_Stacked]) -> bool:
+        """Report every source that has layers of the first one by other names; whether there is one."""
+        first, name = stacked[0], stacked[0].placed.source.name
+        pairs = [(each, pair) for each in stacked if (pair := _other_spelling(each, first)) is not None]
+        for each, (here, there) in pairs:
+            source = each.placed.source.name
+            what = (
+                f"it spells its layers as in {here}, where {name} has {there}, and the layers of a stack "
+                "come out as each source spells them."
+            )
+            remedy = (
+                f"Bring it to the names of {name} first, and stack the result: {{merge_method: passthrough, "
+                f"base_model: {name}, models: [{{model: {source}}}]}}."
+            )
+            self.findings.add(source, what, remedy)
+        return bool(pairs)
+
+    def _layers(self, stacked: Sequence[_Stacked]) -> None:
         reference = stacked[0]
         needed = {kind for each in stacked for kind in each.used}
         needed |= reference.own.keys() if self.giver is not None else set()
@@ -290,7 +310,7 @@ class _StackCheck:
                 elif not fits and kind not in reference.own:
                     self._report_kind(each.placed, layer, kind, reference)
 
-    def ends(self) -> None:
+    def _ends(self) -> None:
         spans = self.section.spans
         first, last = self.parts[spans[0].lead.source], self.parts[spans[-1].lead.source]
         if self.giver is not None:
@@ -384,6 +404,20 @@ def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
         yield frozenset(
             (name[start:], each.shape, None if name in numbers else each.dtype) for name, each in own.items()
         )
+
+
+def _other_spelling(own: _Stacked, other: _Stacked) -> tuple[str, str] | None:
+    """A name of each source, where a layer that is used of one is a layer of the other by canonical names
+    alone."""
+    known = {_suffixes(kind) for kind in other.own}
+    unlike = {layer: names for kind, layer in own.used.items() if (names := _suffixes(kind)) not in known}
+    canonical = {other.placed.canonical_names(layer): kind for kind, layer in other.own.items() if unlike}
+    for layer, here in unlike.items():
+        kind = canonical.get(own.placed.canonical_names(layer))
+        if kind is not None:
+            there, prefix = _suffixes(kind), f"{other.placed.prefix}.{other.own[kind]}"
+            return f"{own.placed.prefix}.{layer}.{min(here - there)}", f"{prefix}.{min(there - here)}"
+    return None
 
 
 def _suffixes(kind: _Kind) -> frozenset[str]:
