@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kits.checkpoint_maker import fields
-from kits.model_types import ModelType, model_type, text
+from kits.model_types import ModelType, image, model_type, text
 from kits.model_types_decoders import DECODER, EXPERTS, LATENT
 
 _GROUPS = "n_group: 1, topk_group: 1"
@@ -38,6 +38,21 @@ def _seeing(
 ) -> ModelType:
     parts = {"text_config": {**DECODER, "model_type": name, **text_part}, "vision_config": fields(vision)}
     return model_type(line, text, more=more, **parts)
+
+
+_TOWER = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+_IMAGE = _TOWER + "image_size: 16, patch_size: 8"
+_SOUND = fields(
+    _TOWER + "head_dim: 8, num_mel_bins: 8, max_source_positions: 10, max_position_embeddings: 10"
+)
+
+
+def _hearing(line: str, audio: str, text_name: str) -> ModelType:
+    parts = {
+        "text_config": {**DECODER, "model_type": text_name},
+        "audio_config": {**_SOUND, "model_type": audio},
+    }
+    return model_type(line, text, more="audio_token_id: 63, tie_word_embeddings: false", **parts)
 
 
 RENAMED = (
@@ -171,4 +186,28 @@ RENAMED = (
     _text("mellum MellumForCausalLM", EXPERTS, more="num_experts: 4"),
     _text("hy_v4 HYV4ForCausalLM", _ROUTED),
     _text("olmo_hybrid OlmoHybridForCausalLM", _TURNS, _DELTA),
+    model_type("deit DeiTForImageClassification", image, more=_IMAGE),
+    model_type("dinov2_with_registers Dinov2WithRegistersForImageClassification", image, more=_IMAGE),
+    *(
+        _seeing(
+            f"{name} {architecture}ForConditionalGeneration",
+            "llama",
+            {},
+            "model_type: clip_vision_model, " + _IMAGE,
+            more="image_token_index: 63, tie_word_embeddings: false",
+        )
+        for name, architecture in (
+            ("llava_next_video", "LlavaNextVideo"),
+            ("llava_onevision", "LlavaOnevision"),
+        )
+    ),
+    _hearing("voxtral VoxtralForConditionalGeneration", "voxtral_encoder", "llama"),
+    _hearing(
+        "voxtral_realtime VoxtralRealtimeForConditionalGeneration",
+        "voxtral_realtime_encoder",
+        "voxtral_realtime_text",
+    ),
+    _hearing("audioflamingo3 AudioFlamingo3ForConditionalGeneration", "audioflamingo3_encoder", "qwen2"),
+    _hearing("musicflamingo MusicFlamingoForConditionalGeneration", "audioflamingo3_encoder", "qwen2"),
+    _hearing("glmasr GlmAsrForConditionalGeneration", "glmasr_encoder", "llama"),
 )
