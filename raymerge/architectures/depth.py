@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymerge.architectures.roles import layer_of
+from raymerge.architectures.roles import layers_of
 from raymerge.architectures.rules import (
     QUANTISATION_TABLES,
     DepthRules,
@@ -342,8 +342,7 @@ def count_mtp_layers(
     """Multi-token-prediction layers among tensor names; None if such tensors have no layer number."""
     places: set[tuple[str, int]] = set()
     unnumbered = False
-    for name in names:
-        place = layer_of(name)
+    for name, place in layers_of(names):
         if place is not None:
             places.add(place)
         else:

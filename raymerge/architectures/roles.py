@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +68,16 @@ def layer_of(name: str) -> tuple[str, int] | None:
     return dotted[1 : match.start()], int(match[1])
 
 
+def layers_of(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, int] | None]]:
+    """Each name with its layer, which is worked out once for all experts of a block."""
+    known: dict[str, tuple[str, int] | None] = {}
+    for name in names:
+        block = name.partition(".experts.")[0]
+        if block not in known:
+            known[block] = layer_of(block)
+        yield name, known[block] or layer_of(name)
+
+
 def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
     """The name of the same tensor in another layer of its stack; ValueError if it is not in that stack."""
     head = f"{stack_prefix}." if stack_prefix else ""
@@ -79,8 +89,7 @@ def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
 
 def _numbers(names: Iterable[str], rules: Rules) -> dict[str, _Seen]:
     by_prefix: dict[str, _Seen] = defaultdict(lambda: _Seen(set(), set()))
-    for name in names:
-        place = layer_of(name)
+    for name, place in layers_of(names):
         if place is None:
             continue
         prefix, number = place
@@ -178,7 +187,7 @@ class NameReader:
         first = self._experts.get(key)
         if first is None:
             first = self._experts[key] = self._describe(name, numbered)
-        return first._replace(expert=int(numbered[1]))
+        return TensorInfo(*first[:4], int(numbered[1]), *first[5:])
 
     def _describe(self, name: str, numbered: re.Match[str] | None) -> TensorInfo:
         rules, path = self._rules, name.split(".")

@@ -241,7 +241,10 @@ class FileLayout:
     """Of a file without a name: their ``key`` is "" until they are ``stored``."""
 
     def stored(self, key: str) -> list[StoredTensor]:
-        return [tensor._replace(key=key) for tensor in self.tensors]
+        return [
+            StoredTensor(name, dtype, shape, key, offset, nbytes)
+            for name, dtype, shape, _, offset, nbytes in self.tensors
+        ]
 
 
 def header_digest(header: bytes) -> str:
@@ -316,7 +319,7 @@ def weight_map_json(weight_map: Mapping[str, str], total_size: int) -> bytes:
 def _entry_nbytes(spec: TensorSpec) -> int:
     """Upper bound of a tensor's bytes in the header, without the digits of its offsets."""
     name = len(_JSON.encode(spec.name).encode("utf-8"))
-    return name + len(_BESIDE_NAME) + len(spec.dtype.value) + len(str(spec.shape))
+    return name + len(_BESIDE_NAME) + len(spec.dtype) + len(str(spec.shape))
 
 
 def _header(

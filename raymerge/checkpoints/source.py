@@ -269,6 +269,13 @@ def in_natural_order(tensors: Iterable[_Named]) -> dict[str, _Named]:
     return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
 
 
+def has_same_layout(first: Mapping[str, _Named], second: Mapping[str, StoredTensor | TensorSpec]) -> bool:
+    """Whether both have tensors of the same names, dtypes and shapes, wherever they lie."""
+    return first.keys() == second.keys() and all(
+        (one.dtype, one.shape) == (second[name].dtype, second[name].shape) for name, one in first.items()
+    )
+
+
 def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:
     """Whether two tensors of a checkpoint have equal dtype, shape and bytes; reads in pieces."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):

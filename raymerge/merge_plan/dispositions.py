@@ -91,8 +91,8 @@ class Dispositions:
         """Record a use (or a named drop) of a tensor: of all that it consists of."""
         settled = self.settled[source]
         for part in self._holdings[source].parts(name) if self._have_parts[source] else (name,):
-            old = settled.get(part)
-            if old is None or _STRENGTH[disposition.use] > _STRENGTH[old.use]:
+            old = settled.setdefault(part, disposition)
+            if old is not disposition and _STRENGTH[disposition.use] > _STRENGTH[old.use]:
                 settled[part] = disposition
 
     def settle_part(self, source: int, part: str, disposition: Disposition) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -153,8 +153,7 @@ def made_part(logical: str, what: Made) -> str:
     return f"{logical} {MADE[what]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
+class Scales(NamedTuple):
     """What makes numbers of codes: the scales of their blocks."""
 
     encoding: Encoding
@@ -173,8 +172,7 @@ class Scales:
 
     @property
     def tensor_nbytes(self) -> int:
-        dtype = self.encoding.tensor_scale_dtype
-        return 0 if dtype is None else dtype.nbytes(1)
+        return self.encoding.tensor_scale_nbytes
 
     @property
     def zeros_nbytes(self) -> int:
@@ -182,7 +180,8 @@ class Scales:
 
     @property
     def read_nbytes(self) -> int:
-        return self.nbytes + self.tensor_nbytes + self.zeros_nbytes
+        whole = self.nbytes + self.encoding.tensor_scale_nbytes
+        return whole if self.encoding.format.zero_points is None else whole + self.zeros_nbytes
 
     @property
     def unit(self) -> int:
@@ -204,7 +203,7 @@ class Scales:
     def part(self, first: int, count: int) -> Scales:
         """Those of a run of elements that begins at a unit."""
         (offset, nbytes), (zeros_offset, _) = self.of(first, count), self.zeros_of(first, count)
-        return replace(self, offset=offset, nbytes=nbytes, zeros_offset=zeros_offset)
+        return self._replace(offset=offset, nbytes=nbytes, zeros_offset=zeros_offset)
 
 
 class Read(NamedTuple):

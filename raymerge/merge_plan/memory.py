@@ -703,7 +703,7 @@ def _sized_scales(plan: Plan) -> tuple[Ints, list[Scales]]:
 
 def _sized(scales: Scales) -> Scales:
     """Scales by what memory hangs on, so that those of equal tensors are equal."""
-    return replace(scales, key="", offset=0, tensor_key="", tensor_offset=0, zeros_key="", zeros_offset=0)
+    return scales._replace(key="", offset=0, tensor_key="", tensor_offset=0, zeros_key="", zeros_offset=0)
 
 
 def _part_sizes(table: pa.Table, shape: str) -> tuple[Ints, list[PartSize]]:

@@ -195,15 +195,18 @@ def _cut(op: Op, target: int) -> Iterator[tuple[int, Op]]:
     bytes_per_element = max(1, op.cost // max(1, op.num_elements))
     unit = _unit(op)
     step = max(unit, target // bytes_per_element // unit * unit)
-    dtypes = (op.expression.cast, *(read.dtype for read in op.reads))
-    fills_bytes = all(unit * dtype.bits % 8 == 0 for dtype in dtypes)
-    if not (op.num_elements > step and op.is_flat and fills_bytes and _divides(op)):
+    if not (op.num_elements > step and op.is_flat and _fills_bytes(op, unit) and _divides(op)):
         yield 0, op
         return
     for first in range(0, op.num_elements, step):
         count = min(step, op.num_elements - first)
         reads = tuple(_sub_read(read, first, count) for read in op.reads)
         yield first, op._replace(num_elements=count, reads=reads)
+
+
+def _fills_bytes(op: Op, unit: int) -> bool:
+    dtypes = (op.expression.cast, *(read.dtype for read in op.reads))
+    return all(unit * dtype.bits % 8 == 0 for dtype in dtypes)
 
 
 def _unit(op: Op) -> int:

@@ -6,9 +6,7 @@ import json
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import islice
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +35,7 @@ from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import PlacedOp, Segment
 from raymerge.storage.local.store import LocalStore
 
-__all__ = ["OpTables", "Plan", "load_plan", "op_tables", "other_tables", "save_plan"]
+__all__ = ["OpTables", "Plan", "disposition_table", "load_plan", "op_tables", "other_tables", "save_plan"]
 
 _T = TypeVar("_T")
 _AFRESH = "Start again with --replace."
@@ -70,9 +68,7 @@ def op_tables(
     reads = [read for op in made for read in op.reads]
     expressions, expression_numbers = _numbered(op.expression for op in made)
     gathers, gather_numbers = _numbered(read.gather for read in reads)
-    scales, scales_numbers = _numbered(read.scales for read in reads)
-    encodings, encoding_numbers = _numbered(each.encoding for each in scales)
-    stored = attrgetter(*(field.name for field in fields(Scales)[1:]))
+    scales, scales_numbers, encodings = _scale_rows(reads)
     rows: dict[str, Iterable[Sequence[Any]]] = {
         "tensors": _tensor_rows(outputs, shards),
         "ops": _op_rows(ops, expression_numbers),
@@ -81,27 +77,28 @@ def op_tables(
             (read.part, *_place(read), *_viewed(read.view), gather, own)
             for read, gather, own in zip(reads, gather_numbers, scales_numbers, strict=True)
         ),
-        "scales": ((n, *stored(each)) for n, each in zip(encoding_numbers, scales, strict=True)),
+        "scales": scales,
         **_gather_rows(gathers),
     }
     return OpTables(_tables(rows), expressions, encodings)
 
 
 def other_tables(
-    shards: Sequence[tuple[str, FileLayout]],
-    segments: Iterable[Segment],
-    dispositions: Iterable[tuple[int, str, Disposition]],
-    files: Mapping[str, bytes],
+    shards: Sequence[tuple[str, FileLayout]], segments: Iterable[Segment], files: Mapping[str, bytes]
 ) -> dict[str, pa.Table]:
-    """All tables but those of ``op_tables``, when what these were made of may be gone."""
+    """All tables but those of ``op_tables`` and that of dispositions."""
     return _tables(
         {
             "segments": segments,
             "shards": ((name, layout.nbytes, layout.header) for name, layout in shards),
             "files": files.items(),
-            "dispositions": ((source, name, *disposition) for source, name, disposition in dispositions),
         }
     )
+
+
+def disposition_table(dispositions: Iterable[tuple[int, str, Disposition]]) -> pa.Table:
+    rows = ((source, name, *disposition) for source, name, disposition in dispositions)
+    return _table(SCHEMAS["dispositions"], rows)
 
 
 def _tables(rows: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, pa.Table]:
@@ -127,6 +124,23 @@ def _numbered(values: Iterable[_T | None]) -> tuple[list[_T], list[int]]:
             number = latest[id(value)] = known.setdefault(value, len(known))
         numbers.append(number)
     return list(known), numbers
+
+
+def _scale_rows(reads: Iterable[Read]) -> tuple[Sequence[Sequence[Any]], list[int], Sequence[Encoding]]:
+    """The distinct scales as rows, for each read the number of its own, -1 for none, and their encodings."""
+    known: dict[Sequence[Any], int] = {}
+    encodings: dict[Encoding, int] = {}
+    latest: tuple[Encoding | None, int] = (None, 0)
+    numbers: list[int] = []
+    for read in reads:
+        if read.scales is None:
+            numbers.append(-1)
+            continue
+        encoding, *rest = read.scales
+        if encoding is not latest[0]:
+            latest = encoding, encodings.setdefault(encoding, len(encodings))
+        numbers.append(known.setdefault((latest[1], *rest), len(known)))
+    return list(known), numbers, list(encodings)
 
 
 def _table(schema: pa.Schema, rows: Iterable[Sequence[Any]]) -> pa.Table:

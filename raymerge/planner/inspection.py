@@ -11,7 +11,7 @@ from raymerge.architectures.roles import NameReader, Stack, TensorInfo, fused_la
 from raymerge.architectures.rules import Role, Rules, class_names, quantisation_tables, rules_of
 from raymerge.checkpoints.files import LeftOut
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.encoding import Encoding, QuantisedWeight, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Encoding, QuantisedWeight
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.planner.inputs.quantised import quantised_tensors
 
@@ -37,7 +37,7 @@ def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...]
     quantised = quantised_tensors(checkpoint)
     read: dict[Encoding, list[QuantisedWeight]] = {}
     for weight in quantised.tensors.values():
-        read.setdefault(encoding_of(weight.quant_spec), []).append(weight)
+        read.setdefault(weight.quant_spec.encoding, []).append(weight)
     unknown: dict[str, list[str]] = {}
     for name, form in quantised.unknown.items():
         unknown.setdefault(form, []).append(name)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.marks import slow_but
 
-from raymerge.checkpoints.quantisation.encoding import Encoding, Format, encoding_of, usual_quant_spec
+from raymerge.checkpoints.quantisation.encoding import Encoding, Format, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.checkpoints.quantisation.int4 import INT4
@@ -183,7 +183,7 @@ def test_every_format_warms_up(form: Format, monkeypatch: pytest.MonkeyPatch) ->
             return of(*args)
 
         monkeypatch.setattr(segment, name, noting)
-    encode = encoding_of(usual_quant_spec(form, (256, 256)))
+    encode = usual_quant_spec(form, (256, 256)).encoding
     warm_up([replace(_expression("linear"), encode=encode)], CPU)
     assert "codec_of" in called
     assert ("warm_up_sums" in called) == (form in (FP8_BLOCK, FP8_CHANNEL))

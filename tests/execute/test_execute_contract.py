@@ -23,7 +23,7 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.api import plan
 from raymerge.checkpoints.header import TensorSpec
-from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, encoding_of, usual_quant_spec
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.checkpoints.quantisation.int4 import INT4
@@ -466,7 +466,7 @@ def _tile(quant_spec: QuantSpec, codes_nbytes: int, *, piece: int) -> TileJob:
     """A tile that is a whole matrix, read from the beginning of a file."""
     dtype = DType.F8_E4M3 if quant_spec.format.is_fp8 else DType.F4
     scales = Scales(
-        encoding_of(quant_spec), quant_spec.columns, "f", 1 << 20, quant_spec.scales_nbytes(quant_spec.rows)
+        quant_spec.encoding, quant_spec.columns, "f", 1 << 20, quant_spec.scales_nbytes(quant_spec.rows)
     )
     read = Read(0, 0, "f", 0, codes_nbytes, dtype, None, scales=scales)
     part = JobPart("t", quant_spec.shape, None, (read,))

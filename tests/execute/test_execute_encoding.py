@@ -10,7 +10,7 @@ import pytest
 import torch
 from kits.counted_gpu import GPU, counted_waits
 
-from raymerge.checkpoints.quantisation.encoding import Format, encoding_of, usual_quant_spec
+from raymerge.checkpoints.quantisation.encoding import Format, usual_quant_spec
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
 from raymerge.execute.encoding import TensorScale, encoded
@@ -22,7 +22,7 @@ from raymerge.merge_plan.jobs import OpJob
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_not_finite_is_refused(format_: Format, broken: float, device: str) -> None:
-    encoding = encoding_of(usual_quant_spec(format_, (4, 64)))
+    encoding = usual_quant_spec(format_, (4, 64)).encoding
     part, expression = (
         SimpleNamespace(columns=64, inputs=(), shape=(4, 64), view=None),
         SimpleNamespace(encode=encoding),

@@ -29,7 +29,7 @@ from raymerge.merge_plan.expressions import (
 from raymerge.merge_plan.jobs import Input, JobPart, OpJob
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.merge_plan.segments import cut_segments, place_ops, place_shards
-from raymerge.merge_plan.tables import op_tables, other_tables
+from raymerge.merge_plan.tables import disposition_table, op_tables, other_tables
 from raymerge.methods import Method, Settings
 
 Runs = Sequence[tuple[int, int, int, int]]
@@ -109,7 +109,8 @@ def plan_of(stock: Stock, outputs: Sequence[Output]) -> Plan:
         (index, name, dropped) for index, each in enumerate(stock.sources) for name in each.tensors
     ]
     made = op_tables(outputs, shards, ops)
-    tables = {**made.tables, **other_tables(shards, cut_segments(ops), dispositions, {})}
+    others = other_tables(shards, cut_segments(ops), {}), {"dispositions": disposition_table(dispositions)}
+    tables = {**made.tables, **others[0], **others[1]}
     manifest = {
         "format": FORMAT,
         "recipe": {},

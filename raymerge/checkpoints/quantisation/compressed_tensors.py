@@ -274,21 +274,39 @@ def _with_zero_points(
 
 
 def _add_packed(search: Search, codes: StoredTensor) -> None:
-    module = codes.name.removesuffix(_PACKED)
+    module, stored = codes.name.removesuffix(_PACKED), search.stored
+    endings = tuple([ending for ending in _PARTS[2:] if f"{module}{ending}" in stored])
+    scales = stored.get(f"{module}{_SCALE}")
+    own = None if scales is None else (scales.dtype, scales.shape)
+    says = search.shapes.get(f"{module}{int4.SHAPE_ENDING}"), id(search.declared.of(module))
+    # All that the answer hangs on.
+    kind = (codes.dtype, codes.shape, own, endings, says)
+    if kind not in search.memo:
+        found = _packed_form(search, codes, module)
+        if found is None:
+            return
+        search.memo[kind] = found
+    form, padding = search.memo[kind]
+    others = tuple([f"{module}{ending}" for ending in endings])
+    search.add(f"{module}{_WEIGHT}", codes, stored[f"{module}{_SCALE}"], others, form, padding=padding)
+
+
+def _packed_form(search: Search, codes: StoredTensor, module: str) -> tuple[PackedForm, int] | None:
+    """The form of packed codes, and their padding; None for those that are refused or reported."""
     if variant := _refused_variant(search, codes, module):
         _refuse(search, module, variant)
-        return
+        return None
     scales = search.partner(codes, [f"{module}{_SCALE}"])
     if scales is None:
-        return
+        return None
     columns = codes.shape[-1] * (codes.dtype.bits // 4) if codes.shape else 0
     groups = scales.shape[-1] if scales.shape else 0
     padding = _padding(search, codes, module, groups)
     if padding is None:
-        return
+        return None
     if len(codes.shape) < 2 or scales.shape[:-1] != codes.shape[:-1] or not groups or columns % groups:
         search.report_misfit(codes, scales)
-        return
+        return None
     shape, block = (*codes.shape[:-1], columns), (1, columns // groups)
     alike = [form for form in _PACKED_FORMATS if form.code_dtype is codes.dtype]
     form = next((each for each in alike if scales.dtype in each.scale_dtypes), alike[-1])
@@ -298,15 +316,14 @@ def _add_packed(search: Search, codes: StoredTensor) -> None:
         symmetric, asymmetric = by_row if is_by_row else (form, int4.INT4_ASYMMETRIC)
         integers = _with_zero_points(search, codes, (symmetric, block, shape), asymmetric)
         if integers is None:
-            return
+            return None
         form = integers
     if form.code_dtype is DType.I32 and (wider := _wider(search, module, (form, block, shape))):
         _refuse(search, module, f"packed integers, declared as {' or '.join(wider)}")
-        return
+        return None
     if form.tensor_scale == "divisor" and not search.partner(codes, [f"{module}{_GLOBAL_SCALE}"]):
-        return
-    others = tuple(each for ending in _PARTS[2:] if (each := f"{module}{ending}") in search.stored)
-    search.add(f"{module}{_WEIGHT}", codes, scales, others, (form, block, shape), padding=padding)
+        return None
+    return (form, block, shape), padding
 
 
 def _padding(search: Search, codes: StoredTensor, module: str, groups: int) -> int | None:

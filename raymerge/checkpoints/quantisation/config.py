@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern
@@ -51,13 +51,16 @@ class Modules:
     patterns: tuple[ForeignPattern, ...] = ()
     """Matched from the start of a path."""
 
+    def __bool__(self) -> bool:
+        return bool(self.exact or self.parts or self.patterns)
+
     def lists(self, module: str) -> bool:
         if module in self.exact or any(pattern.matches(module) for pattern in self.patterns):
             return True
         return bool(self.parts) and any(each in self.parts for each in _ends(module))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Declared:
     method: str = ""
     """``quant_method``; "" without a table."""
@@ -86,13 +89,21 @@ class Declared:
 
         A path goes before a pattern, and both before a class name, which is taken for every module, since a
         checkpoint does not name classes."""
-        if not self.groups:
-            return self
-        by_name = (each for each in self.groups if module in each.modules.exact)
-        by_pattern = (each for each in self.groups if each.modules.lists(module))
-        by_class = (each for each in self.groups if each.is_of_class)
-        group = next(chain(by_name, by_pattern, by_class), None)
-        return None if group is None else group.says
+        if not self._naming:
+            return self._of_others
+        by_name = (each.says for each in self._naming if module in each.modules.exact)
+        by_pattern = (each.says for each in self._naming if each.modules.lists(module))
+        return next(by_name, None) or next(by_pattern, self._of_others)
+
+    @cached_property
+    def _naming(self) -> tuple[Group, ...]:
+        return tuple(each for each in self.groups if each.modules)
+
+    @cached_property
+    def _of_others(self) -> Declared | None:
+        """The declaration for modules that no group names."""
+        by_class = (each.says for each in self.groups if each.is_of_class)
+        return next(by_class, None) if self.groups else self
 
     def allows(self, form: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
         """Whether some scheme allows a tensor [..., rows, columns] of the format and blocks."""

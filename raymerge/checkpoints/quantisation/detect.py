@@ -223,9 +223,11 @@ class Search:
             return
         kind, block, shape = form
         is_power = scales.dtype in EXPONENTS or (kind.is_fp8 and self.declared.power_of_two)
-        key = (kind, shape, block, scales.dtype, is_power, scales.shape, padding)
+        rest = (shape, block, scales.dtype, is_power, scales.shape, padding)
+        # Formats are told apart by their names, which are quicker to look up.
+        key = (kind.name, *rest)
         try:
-            quant_spec = self.memo.get(key) or self.memo.setdefault(key, QuantSpec(*key))
+            quant_spec = self.memo.get(key) or self.memo.setdefault(key, QuantSpec(kind, *rest))
         except ValueError as error:
             what = f"{described(codes)} with its scales {described(scales)} cannot be read: {error}"
             self.report(f"unreadable {kind.name}", what, CORRUPT, (codes.name, scales.name))
@@ -234,7 +236,8 @@ class Search:
         name = sys.intern(name)
         packed = QuantisedWeight(name, quant_spec, codes.name, scales.name, others)
         self._packed[name] = packed
-        self._members.update((each, name) for each in packed.stored)
+        for part in packed.stored:
+            self._members[part] = name
         if others:
             self._check_others(packed)
 
@@ -292,7 +295,7 @@ class Search:
         if not declared.method:
             if not self.is_raw:
                 self._contradiction(packed, "undeclared", "has no quantization_config")
-        elif not declared.allows(quant_spec.format, quant_spec.block, quant_spec.shape):
+        elif not self._allows(declared, quant_spec):
             kind = f"not allowed {quant_spec.format.name} {quant_spec.block}"
             self._contradiction(packed, kind, f"says {declared}")
         if declared.plain.lists(module):
@@ -302,6 +305,13 @@ class Search:
         own = (f"{module}{ending}" for ending in INPUT_SCALES)
         if declared.scales_inputs and self.stored.keys().isdisjoint(own):
             self._without_input_scale.append(packed.name)
+
+    def _allows(self, declared: Declared, quant_spec: QuantSpec) -> bool:
+        # Both are few and outlive the look.
+        key = id(declared), id(quant_spec)
+        if key not in self.memo:
+            self.memo[key] = declared.allows(quant_spec.format, quant_spec.block, quant_spec.shape)
+        return bool(self.memo[key])
 
     def _contradiction(self, packed: QuantisedWeight, kind: str, says: str, where: str = _CONFIG) -> None:
         quant_spec = packed.quant_spec

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import lcm, prod
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -176,15 +177,19 @@ class QuantisedWeight:
         if self.quant_spec.format.tensor_scale == "only":
             return self.scales
         ending = self.quant_spec.format.parts.get("tensor_scale")
-        return next((name for name in self.others if ending and name == f"{self.name}{ending}"), None)
+        whole = f"{self.name}{ending}"
+        return whole if ending and whole in self.others else None
 
     @property
     def shape_tensor(self) -> str | None:
-        return next((name for name in self.others if name.endswith(".weight_shape")), None)
+        return self._other(".weight_shape")
 
     @property
     def zero_points(self) -> str | None:
-        return next((name for name in self.others if name.endswith(".weight_zero_point")), None)
+        return self._other(".weight_zero_point")
+
+    def _other(self, ending: str) -> str | None:
+        return next((name for name in self.others if name.endswith(ending)), None) if self.others else None
 
 
 def part_name(name: str, part: str, other: str) -> str:
@@ -195,10 +200,12 @@ def part_name(name: str, part: str, other: str) -> str:
     return other.removesuffix(".weight") + part[len(name.removesuffix(".weight")) :]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class QuantSpec:
     """How a stack of matrices is stored as codes with scales. Raises ValueError: the shapes do not fit
-    together, or the format has no such scales; the message says which."""
+    together, or the format has no such scales; the message says which.
+
+    Tens of thousands of experts share one, so that what follows from it is worked out once."""
 
     format: Format
     shape: tuple[int, ...]
@@ -217,7 +224,7 @@ class QuantSpec:
         if fault := _shape_fault(self) or _block_fault(self) or _scales_fault(self):
             raise ValueError(f"{self.format.word} {fault}")
 
-    @property
+    @cached_property
     def kind(self) -> tuple[Format, tuple[int, int]]:
         """The format and its block, ``WHOLE`` for the matrix's size: alike for matrices of any shape."""
         rows, columns = (
@@ -245,7 +252,16 @@ class QuantSpec:
     def num_tensor_scales(self) -> int:
         return 1 if self.format.scales_stack else self.num_matrices
 
-    @property
+    @cached_property
+    def num_elements(self) -> int:
+        """Padding included."""
+        return prod(self.shape)
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        return Encoding(*self.kind, self.scale_dtype, self.power_of_two)
+
+    @cached_property
     def grid(self) -> tuple[int, int]:
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
@@ -259,7 +275,7 @@ class QuantSpec:
         """0 where the only scale is the tensor's."""
         return 0 if self.format.tensor_scale == "only" else self.grid[1]
 
-    @property
+    @cached_property
     def codes_shape(self) -> tuple[int, ...]:
         """Shape of the stored codes; several 4-bit codes share an element, the first lowest."""
         bits, height = self.format.code_bits, self.format.rows_of_codes
@@ -268,11 +284,11 @@ class QuantSpec:
         columns = self.columns * height * bits // self.format.code_dtype.bits
         return (*self.shape[:-2], self.rows // height, columns)
 
-    @property
+    @cached_property
     def tensor_scale_dtype(self) -> DType | None:
         return self.format.tensor_scale_dtype(self.scale_dtype)
 
-    @property
+    @cached_property
     def cut_height(self) -> int:
         """As ``Format.cut_height``."""
         return self.format.cut_height(self.scale_row_height)
@@ -296,7 +312,7 @@ class QuantSpec:
         return self.scale_dtype.nbytes(-(-num_rows // self.scale_row_height) * self.scale_row_length)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Encoding:
     """A quantisation spec without a shape: how matrices of any shape are stored as codes with scales."""
 
@@ -310,14 +326,19 @@ class Encoding:
         """Rows that share a row of the grid."""
         return self.block[0] or 1
 
-    @property
+    @cached_property
     def cut_height(self) -> int:
         """As ``Format.cut_height``."""
         return self.format.cut_height(self.scale_row_height)
 
-    @property
+    @cached_property
     def tensor_scale_dtype(self) -> DType | None:
         return self.format.tensor_scale_dtype(self.scale_dtype)
+
+    @cached_property
+    def tensor_scale_nbytes(self) -> int:
+        """Bytes of the one scale of a matrix; 0 where there is none."""
+        return 0 if self.tensor_scale_dtype is None else self.tensor_scale_dtype.nbytes(1)
 
     def scales_nbytes(self, columns: int) -> int:
         """Of a scale row."""
@@ -352,10 +373,6 @@ class Encoding:
         block = self.block[0] or rows, self.block[1] or columns
         grid = -(-rows // block[0]), -(-columns // block[1])
         return QuantSpec(self.format, shape, block, self.scale_dtype, self.power_of_two, (*shape[:-2], *grid))
-
-
-def encoding_of(quant_spec: QuantSpec) -> Encoding:
-    return Encoding(*quant_spec.kind, quant_spec.scale_dtype, quant_spec.power_of_two)
 
 
 def usual_quant_spec(

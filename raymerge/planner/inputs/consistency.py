@@ -62,7 +62,9 @@ class _Model:
         return bool(quantisation_tables(self.checkpoint.config))
 
 
-def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+def config_problems(checkpoint: Checkpoint, weights: QuantisedWeights | None = None) -> Iterator[Problem]:
+    """What a config and tensors contradict each other in. ``weights``: what is known of codes; None where
+    they are to be looked for."""
     if checkpoint.is_raw:
         return
     where = f"{checkpoint.name}/config.json"
@@ -76,7 +78,7 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     yield from _head_problems(checkpoint, rules, where)
     if main is not None:
         yield from _layer_problems(checkpoint, main, rules, where)
-    weights = packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
+    weights = weights or packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
     yield from weights.faults
     yield from _input_scale_problems(weights, where)
 

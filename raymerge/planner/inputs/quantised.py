@@ -253,13 +253,16 @@ class PlainNumbers:
 
     def check(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a source's tensor can be computed with; if not, a finding says why."""
+        own = self._weights[source]
         if self.are_plain[source] and tensor.dtype.is_mergeable:
+            return True
+        if self._are_numbers[source] and tensor.name in own.tensors:
             return True
         if (weight := self._weight(source, tensor)) is not None:
             what = "and recipes that build mixtures or change experts only copy such tensors"
             form = weight.quant_spec.format.word
-            return self._are_numbers[source] or self._refuse(source, tensor, form, what, CONVERT_FIRST)
-        form = self._weights[source].unknown.get(tensor.name, "")
+            return self._refuse(source, tensor, form, what, CONVERT_FIRST)
+        form = own.unknown.get(tensor.name, "")
         if not form and tensor.dtype.is_mergeable:
             return True
         what = "which raymerge can neither combine nor convert: their raw codes mean nothing by themselves"

@@ -6,7 +6,7 @@ that results do not depend on file layout and parents of different layouts merge
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import lcm, prod
@@ -25,7 +25,7 @@ from raymerge.architectures.roles import (
 )
 from raymerge.architectures.rules import LayoutKind, Role, Rules, first_int
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, USUAL_BLOCK
 from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, concatenated_views, fused_views
@@ -70,15 +70,16 @@ class Block(NamedTuple):
 
 
 class LogicalTensors:
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, others: Iterable[LogicalTensors] = ()) -> None:
+        """``others``: of sources that may have the same names, which need not be described again."""
         self._source = source
         self._reader = NameReader(source.rules, stacks=source.stacks)
-        self.infos: Mapping[str, TensorInfo] = {
-            name: self._reader.describe(name) for name in source.checkpoint.tensors
-        }
+        like = next((each for each in others if each._describes(source)), None)
+        described = {} if like else {n: self._reader.describe(n) for n in source.checkpoint.tensors}
+        self.infos: Mapping[str, TensorInfo] = like.infos if like else described
         self._packed: Mapping[str, QuantisedWeight] = source.checkpoint.packed
         self._canonical = CanonicalNames(source.rules)
-        self._names: dict[str, str] = {}
+        self._names: dict[str, str] = like._names if like and not source.rules.half_split else {}
         named = self.infos.items()
         stacked = ((name, info.part is Role.EXPERT) for name, info in named if info.expert is None)
         tensors = source.checkpoint.tensors
@@ -92,6 +93,12 @@ class LogicalTensors:
         self._blocks: dict[tuple[str, Format | None], tuple[Block, ...] | None] = {}
         self._members: dict[str, Mapping[str, Place]] = {}
         self._likes: dict[tuple[Format, bool], QuantisedWeight | None] = {}
+        self._latest: Place | None = None
+
+    def _describes(self, source: Source) -> bool:
+        own = self._source
+        is_alike = (own.rules, own.stacks) == (source.rules, source.stacks)
+        return is_alike and own.checkpoint.tensors.keys() == source.checkpoint.tensors.keys()
 
     def part(self, name: str) -> Role:
         return self.infos[name].part
@@ -208,13 +215,21 @@ class LogicalTensors:
         return self._source.model_type
 
     def whole(self, tensor: StoredTensor) -> Place:
+        # What leads an output is looked at again as one of its inputs.
+        if self._latest is None or self._latest.tensor is not tensor:
+            self._latest = self._whole(tensor)
+        return self._latest
+
+    def _whole(self, tensor: StoredTensor) -> Place:
         packed, shape = self._packed.get(tensor.name), tensor.shape
-        count = prod(shape if packed is None else packed.quant_spec.shape)
-        view = None
-        if packed is not None and packed.quant_spec.padding:
-            view = View(0, shape, (packed.quant_spec.columns, 1))
-        scales = self._scales(tensor, 0, count) if self._packed else None
-        return Place(tensor, 0, count, shape, view, scales, self._half_split_heads(tensor))
+        halved = self._half_split_heads(tensor) if self._source.rules.half_split else 0
+        if packed is None:
+            return Place(tensor, 0, prod(shape), shape, None, None, halved)
+        quant_spec, view = packed.quant_spec, None
+        if quant_spec.padding:
+            view = View(0, shape, (quant_spec.columns, 1))
+        scales = self._scales(tensor, 0, quant_spec.num_elements)
+        return Place(tensor, 0, quant_spec.num_elements, shape, view, scales, halved)
 
     def heads_fields(self, name: str) -> tuple[str, ...]:
         """The config's fields for the number of heads, where a tensor of this name has the rows of each in
@@ -309,8 +324,8 @@ class LogicalTensors:
         if packed.zero_points is None:
             return scales
         zeros = stored[packed.zero_points]
-        offset, _ = replace(scales, zeros_offset=zeros.offset).zeros_of(start, count)
-        return replace(scales, zeros_key=zeros.key, zeros_offset=offset)
+        offset, _ = scales._replace(zeros_offset=zeros.offset).zeros_of(start, count)
+        return scales._replace(zeros_key=zeros.key, zeros_offset=offset)
 
     @cached_property
     def _places(self) -> Mapping[str, Place]:
@@ -324,10 +339,11 @@ class LogicalTensors:
 
 def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[LogicalTensors, ...]:
     """The logical tensors of each source; findings report those that are stored twice."""
-    opened = tuple(map(LogicalTensors, sources))
-    for source, tensors in zip(sources, opened, strict=True):
-        _report_twice(source, tensors, findings)
-    return opened
+    opened: list[LogicalTensors] = []
+    for source in sources:
+        opened.append(LogicalTensors(source, opened))
+        _report_twice(source, opened[-1], findings)
+    return tuple(opened)
 
 
 def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -> None:
@@ -402,7 +418,7 @@ def scales_of_run(
     the run has one alone.
 
     Raises ValueError: it begins or ends elsewhere."""
-    encoding = encoding_of(quant_spec)
+    encoding = quant_spec.encoding
     first, last = (_scale_rows_before(quant_spec, each) for each in (start, start + count))
     per_scale_row = encoding.scales_nbytes(quant_spec.columns)
     scales = Scales(
@@ -418,12 +434,14 @@ def scales_of_run(
     if of_tensor is None or is_of_several:
         return scales
     place = of_tensor.offset + of_tensor.dtype.nbytes(matrix)
-    return replace(scales, tensor_key=of_tensor.key, tensor_offset=place)
+    return scales._replace(tensor_key=of_tensor.key, tensor_offset=place)
 
 
 def _scale_rows_before(quant_spec: QuantSpec, element: int) -> int:
     if not element:
         return 0
+    if element == quant_spec.num_elements:
+        return quant_spec.num_matrices * quant_spec.grid[0]
     row, within = divmod(element, quant_spec.columns)
     matrix, row = divmod(row, quant_spec.rows)
     if within or row % quant_spec.cut_height:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from raymerge.architectures.roles import module_finder
 from raymerge.architectures.rules import Role, quantisation_tables, rules_of
-from raymerge.checkpoints.header import FileLayout, StoredTensor
+from raymerge.checkpoints.header import FileLayout, StoredTensor, TensorSpec
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import part_name
-from raymerge.checkpoints.source import as_numbers, in_natural_order
+from raymerge.checkpoints.source import Checkpoint, as_numbers, has_same_layout
 from raymerge.documents.fields import did_you_mean
 from raymerge.errors import Findings, PlanError, Problem, UserError
 from raymerge.merge_plan.check import check_plan
@@ -21,7 +22,7 @@ from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Us
 from raymerge.merge_plan.expressions import Output, QuantisedOutput
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.merge_plan.segments import Segment, cut_segments, place_ops, place_shards
-from raymerge.merge_plan.tables import OpTables, op_tables, other_tables
+from raymerge.merge_plan.tables import OpTables, disposition_table, op_tables, other_tables
 from raymerge.methods import Method
 from raymerge.planner.config import beside_config, plan_config, vocabulary_size, with_fields
 from raymerge.planner.inputs.consistency import config_problems
@@ -79,7 +80,8 @@ def _stored_disposition(
     if output is None:
         return disposition
     alike = part_name(dispositions.whole(source, name), name, disposition.output)
-    return disposition._replace(output=alike if alike in output.names else output.codes)
+    is_part = alike in (output.codes, output.scales) or alike in output.names
+    return Disposition(disposition.use, disposition.rule, alike if is_part else output.codes)
 
 
 def _stored(output: Output) -> Iterator[Output]:
@@ -164,34 +166,54 @@ class Decided:
 
 
 def finish_plan(decided: Decided, *, version: str) -> Plan:
+    donor, outputs = decided.sources[decided.donor].checkpoint, stored_outputs(decided.outputs)
+    beside = beside_config(donor, decided.config)
+    manifest = _manifest(decided, version, beside.left_out)
     packed = {each.name: each.packed for each in decided.outputs if each.packed is not None}
-    notes = (*decided.notes, *loader_notes(decided.outputs, rules_of(decided.config)))
-    made, shards, segments = _made(decided)
-    # Ops take more memory than their tables, and the other tables and the check take some too.
-    decided = replace(decided, outputs=(), notes=notes)
-    beside = beside_config(decided.sources[decided.donor].checkpoint, decided.config)
-    dispositions = stored_dispositions(decided.dispositions, packed)
-    files = {**decided.tokenizer.files, **beside.files}
-    others = other_tables(shards, segments, dispositions, files)
-    manifest = _manifest(decided, version, made, beside.left_out)
-    plan = make_plan(manifest, {**made.tables, **others}, decided.findings.problems())
-    del decided, packed, dispositions, shards
+    dispositions = disposition_table(stored_dispositions(decided.dispositions, packed))
+    # What was decided takes about as much memory as the ops and their tables, which are made without it.
+    del packed
+    weights = _known_weights(donor, outputs, decided.config)
+    donor = replace(donor, tensors={}, packs=None, as_stored=None)
+    decided = replace(decided, outputs=(), sources=(), dispositions=Dispositions(()))
+    made, shards, segments = _made(decided, outputs, donor, weights)
+    del outputs
+    others = other_tables(shards, segments, {**decided.tokenizer.files, **beside.files})
+    manifest |= _numbered(made)
+    tables = {**made.tables, **others, "dispositions": dispositions}
+    plan = make_plan(manifest, tables, decided.findings.problems())
+    del decided, shards
     if problems := check_plan(plan):
         raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))
     return plan
 
 
-def _made(decided: Decided) -> tuple[OpTables, Sequence[tuple[str, FileLayout]], Sequence[Segment]]:
+def _known_weights(
+    donor: Checkpoint, outputs: Sequence[Output], config: Mapping[str, Any]
+) -> QuantisedWeights | None:
+    """What is known of codes in the output, where they are stored and declared as in the donor."""
+    packs = donor.packs
+    if packs is None or quantisation_tables(config) != quantisation_tables(donor.config):
+        return None
+    specs = {each.name: TensorSpec(each.name, each.dtype, each.shape) for each in outputs}
+    is_stored_so = has_same_layout(donor.stored, specs)
+    return replace(packs, tensors={}, members={}, unknown={}) if is_stored_so else None
+
+
+def _made(
+    decided: Decided, outputs: Sequence[Output], donor: Checkpoint, weights: QuantisedWeights | None
+) -> tuple[OpTables, Sequence[tuple[str, FileLayout]], Sequence[Segment]]:
     """The tables of what is made, its shards, and its segments."""
-    findings, donor = decided.findings, decided.sources[decided.donor]
-    outputs = stored_outputs(decided.outputs)
+    findings = decided.findings
     shards = place_shards(outputs, decided.recipe.shard_size)
-    findings.extend(_disagreements(shards, decided.config, donor) if findings.is_empty else ())
+    if findings.is_empty:
+        findings.extend(config_problems(_planned(outputs, shards, decided.config, donor), weights))
     ops = place_ops(outputs, shards)
     return op_tables(outputs, shards, ops), shards, cut_segments(ops)
 
 
-def _manifest(decided: Decided, version: str, made: OpTables, left_out: Iterable[str]) -> dict[str, Any]:
+def _manifest(decided: Decided, version: str, left_out: Iterable[str]) -> dict[str, Any]:
+    """All entries but those of ``_numbered``."""
     recipe, tie = decided.recipe, decided.tie
     return {
         "format": FORMAT,
@@ -204,22 +226,29 @@ def _manifest(decided: Decided, version: str, made: OpTables, left_out: Iterable
         "duplicates": recipe.duplicates,
         "sources": [fingerprint(holding) for holding in holdings(decided.sources)],
         "donor": decided.donor,
-        "expressions": [expression_to_json(expression) for expression in made.expressions],
-        "encodings": [encoding_to_json(encoding) for encoding in made.encodings],
         "config": dict(decided.config),
         "left_out": [*decided.tokenizer.left_out, *left_out],
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
-        "notes": [*recipe.notes, *decided.notes],
+        "notes": [*recipe.notes, *decided.notes, *loader_notes(decided.outputs, rules_of(decided.config))],
     }
 
 
-def _disagreements(
-    shards: Sequence[tuple[str, FileLayout]], config: Mapping[str, Any], donor: Source
-) -> Iterator[Problem]:
-    tensors = in_natural_order(tensor for key, layout in shards for tensor in layout.stored(key))
-    yield from config_problems(
-        replace(donor.checkpoint, config=config, tensors=tensors, shapes={}, hf_quant_config={})
-    )
+def _numbered(made: OpTables) -> dict[str, Any]:
+    return {
+        "expressions": [expression_to_json(expression) for expression in made.expressions],
+        "encodings": [encoding_to_json(encoding) for encoding in made.encodings],
+    }
+
+
+def _planned(
+    outputs: Sequence[Output],
+    shards: Sequence[tuple[str, FileLayout]],
+    config: Mapping[str, Any],
+    donor: Checkpoint,
+) -> Checkpoint:
+    stored = {tensor.name: tensor for key, layout in shards for tensor in layout.stored(key)}
+    tensors = {output.name: stored[output.name] for output in outputs}
+    return replace(donor, config=config, tensors=tensors, shapes={}, hf_quant_config={})
 
 
 def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
@@ -231,7 +260,7 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     failures: list[UserError] = []
     for source in sources:
         try:
-            numbers = as_numbers(source.checkpoint, quantised_tensors(source.checkpoint))
+            numbers = as_numbers(source.checkpoint, _quantised(source, converted))
         except UserError as error:
             failures.append(error)
         else:
@@ -239,6 +268,22 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     if failures:
         raise PlanError(problem for error in failures for problem in error.problems) from failures[0]
     return tuple(converted)
+
+
+def _quantised(source: Source, before: Sequence[Source]) -> QuantisedWeights:
+    """What of a source is stored as codes, which sources of one layout have in common."""
+    checkpoint = source.checkpoint
+    for other in (each.checkpoint for each in before):
+        has_tables = _tables(other) == _tables(checkpoint) and other.is_raw == checkpoint.is_raw
+        if has_tables and other.packs is not None and has_same_layout(other.stored, checkpoint.tensors):
+            return other.packs
+    return quantised_tensors(checkpoint)
+
+
+def _tables(checkpoint: Checkpoint) -> tuple[object, ...]:
+    """Everything beside names, dtypes and shapes that codes are known by."""
+    beside = checkpoint.hf_quant_config, checkpoint.shapes
+    return rules_of(checkpoint.config), quantisation_tables(checkpoint.config), *beside
 
 
 def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:

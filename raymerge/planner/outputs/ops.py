@@ -13,13 +13,7 @@ from typing import NamedTuple, TypeVar
 from raymerge.architectures.roles import TensorInfo
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.encoding import (
-    Encoding,
-    Format,
-    QuantSpec,
-    encoding_of,
-    usual_quant_spec,
-)
+from raymerge.checkpoints.quantisation.encoding import Encoding, Format, QuantSpec, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import format_named, formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.checkpoints.views import View
@@ -252,7 +246,7 @@ class OutFormats:
     def _fresh(self, name: str, form: Format, shape: tuple[int, ...], source: int) -> QuantSpec:
         like, own = self._logical[source].packed_like(name, form), self._logical[source].quant_spec(name)
         if like is not None:
-            return encoding_of(like.quant_spec).quant_spec(shape)
+            return like.quant_spec.encoding.quant_spec(shape)
         # Under powers of two blocks of FP8 hold MXFP4 exactly, unless its scales are far apart.
         has_powers = form == FP8_BLOCK and own is not None and own.power_of_two
         return usual_quant_spec(form, shape, power_of_two=has_powers)
@@ -343,7 +337,7 @@ class OpMaker:
         runs = complete([self._run(chosen, block, disposition) for block in blocks])
         if settings is None or runs is None:
             return None
-        encode = None if written.quant_spec is None else encoding_of(written.quant_spec)
+        encode = None if written.quant_spec is None else written.quant_spec.encoding
         expression = self.expression(settings, chosen, written.dtype, encode)
         return tuple(
             Op(block.num_elements, expression, *run) for block, run in zip(blocks, runs, strict=True)

@@ -8,13 +8,7 @@ from dataclasses import dataclass, field, replace
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale
-from raymerge.checkpoints.quantisation.encoding import (
-    PartNames,
-    QuantisedWeight,
-    QuantSpec,
-    encoding_of,
-    part_name,
-)
+from raymerge.checkpoints.quantisation.encoding import PartNames, QuantisedWeight, QuantSpec, part_name
 from raymerge.checkpoints.source import main_dtype
 from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
@@ -530,7 +524,7 @@ class OutputBuilder:
         other = self._logical[source].quant_spec(name)
         if quant_spec is None or other is None:
             return quant_spec is not other
-        return encoding_of(quant_spec) != encoding_of(other)
+        return quant_spec.encoding != other.encoding
 
     def _all_plain(self, chosen: BoundOutput) -> bool:
         aligned = chosen.aligned

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from raymerge.architectures.roles import JoinedMatrix, joined_matrix
 from raymerge.architectures.rules import Rules
-from raymerge.checkpoints.quantisation.encoding import Encoding, QuantisedWeight, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Encoding, QuantisedWeight
 from raymerge.merge_plan.expressions import Output, QuantisedOutput
 from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text, scale_values
 from raymerge.planner.inputs.sources import Source
@@ -63,7 +63,7 @@ def _groups(outputs: Mapping[str, Output], rules: Rules) -> Iterator[tuple[Encod
         if quant_spec is None or quant_spec.tensor_scale_dtype is None or quant_spec.num_matrices > 1:
             continue
         if (joined := joined_matrix(output.name, rules)) is not None:
-            groups.setdefault((joined, encoding_of(quant_spec)), []).append(output.name)
+            groups.setdefault((joined, quant_spec.encoding), []).append(output.name)
     return ((encoding, names) for (_, encoding), names in groups.items() if len(names) > 1)
 
 
