@@ -6,7 +6,7 @@ is shared."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +71,7 @@ def scale_numbers(dtype: DType, stored: Bytes) -> Floats:
 def code_steps(
     encoding: Encoding, scales: Bytes, tensor_scale: Bytes, *, rows: tuple[int, int], columns: int
 ) -> Floats:
-    """The factor of each code: float64 ``[rows, columns]``.
+    """The factor of the codes of each block: float64 ``[rows, blocks]``.
 
     ``scales`` are those of whole scale rows, ``rows`` (first, stop) counts within them; ``tensor_scale`` is
     empty where there is none."""
@@ -79,7 +79,7 @@ def code_steps(
     if encoding.format.tensor_scale == "only":
         assert encoding.tensor_scale_dtype is not None
         whole = scale_numbers(encoding.tensor_scale_dtype, tensor_scale)[0]
-        return np.full((stop - first, columns), whole)
+        return np.full((stop - first, 1), whole)
     width = encoding.block[1] or columns
     grid = scale_numbers(encoding.scale_dtype, scales).reshape(-1, -(-columns // width))
     if encoding.format.has_two_scales:
@@ -87,7 +87,7 @@ def code_steps(
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             grid = (grid * whole if is_factor else grid / whole).astype(np.float32).astype(np.float64)
     scale_rows = np.arange(first, stop) // encoding.scale_row_height
-    return grid[scale_rows].repeat(width, axis=1)[:, :columns]
+    return np.asarray(grid[scale_rows])
 
 
 def _elements(form: Format) -> Floats:
@@ -107,18 +107,39 @@ def zero_elements(form: Format, stored: Bytes, blocks: int) -> Floats:
     return packed.swapaxes(1, 2).reshape(-1, blocks)
 
 
-def coded_numbers(encoding: Encoding, codes: Bytes, steps: Floats, zeros: Floats | None = None) -> Floats:
-    """Codes, less those for 0, times their steps ``[rows, columns]``: the exact product, rounded once to
-    float32."""
-    each = _one_by_one(encoding.format, codes, steps.shape[1]).reshape(steps.shape)
-    elements = _elements(encoding.format)[each]
+def coded_numbers(
+    encoding: Encoding, codes: Bytes, steps: Floats, zeros: Floats | None = None, *, columns: int
+) -> Floats:
+    """Codes, less those for 0, times their steps: float64 ``[rows, columns]``, the exact product rounded once
+    to float32. Steps and elements for 0 are those of blocks, ``[rows, blocks]``."""
+    width = encoding.block[1] or columns
+    elements = code_elements(encoding.format, codes, columns).reshape(len(steps), columns)
+    if not columns % width:
+        # All operands are float32 numbers, whose product is rounded once; one for each block is spread.
+        elements = elements.reshape(*steps.shape, width)
+
+    def by_element(values: Floats) -> NDArray[np.float32]:
+        single = values.astype(np.float32)
+        return single[:, :, None] if elements.ndim == 3 else spread(single, width, columns)
+
     with np.errstate(over="ignore"):
-        products = (elements if zeros is None else elements - zeros) * steps
-        return products.astype(np.float32).astype(np.float64)
+        products = (elements if zeros is None else elements - by_element(zeros)) * by_element(steps)
+    return products.astype(np.float64).reshape(len(steps), columns)
+
+
+def spread(values: NDArray[Any], width: int, columns: int) -> NDArray[Any]:
+    """One value for each block as one for each element: ``[rows, blocks]`` to ``[rows, columns]``."""
+    return values.repeat(width, axis=1)[:, :columns]
 
 
 def code_elements(form: Format, codes: Bytes, columns: int) -> NDArray[np.float32]:
-    return _elements(form).astype(np.float32)[_one_by_one(form, codes, columns).reshape(-1)]
+    elements = _elements(form).astype(np.float32)
+    if form.code_bits == 8 or form.packs_rows:
+        return elements[_one_by_one(form, codes, columns).reshape(-1)]
+    # Both elements of a byte are looked up as one word.
+    byte = np.arange(256, dtype=np.uint8)
+    pairs = np.ascontiguousarray(elements[_one_by_one(form, byte, columns)]).view(np.uint64)[:, 0]
+    return pairs[codes].view(np.float32)
 
 
 def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
@@ -160,10 +181,7 @@ def nearest_coded_distance(
 ) -> Floats:
     """Distance of each value to the nearest code, less that for 0, times its step; -1 beyond the largest."""
     elements = _sorted(form)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        quotients = values / steps + (0.0 if zeros is None else zeros)
-    place = np.clip(np.searchsorted(elements, quotients), 1, len(elements) - 1)
-    below, above = elements[place - 1], elements[place]
+    quotients, below, above = _between(elements, values, steps, zeros)
     distance = np.minimum(np.abs(quotients - below), np.abs(quotients - above)) * np.abs(steps)
     if form.zero_points is not None:
         # Half of a code, as zero points are whole numbers, and what rounding the scale makes of all of them.
@@ -173,3 +191,19 @@ def nearest_coded_distance(
         end = np.where(quotients < 0, elements[0], elements[-1])
         beyond = np.abs(quotients) > np.abs(end) * form.reference.reach
     return np.where(beyond, -1.0, distance)
+
+
+def code_gaps(form: Format, values: Floats, steps: Floats, zeros: Floats | None = None) -> Floats:
+    """Distance of the two codes about each value, or of the outermost two."""
+    _, below, above = _between(_sorted(form), values, steps, zeros)
+    return np.asarray((above - below) * np.abs(steps))
+
+
+def _between(
+    elements: Floats, values: Floats, steps: Floats, zeros: Floats | None
+) -> tuple[Floats, Floats, Floats]:
+    """Values in steps of their codes, with the elements below and above them."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotients = values / steps + (0.0 if zeros is None else zeros)
+    place = np.clip(np.searchsorted(elements, quotients), 1, len(elements) - 1)
+    return quotients, elements[place - 1], elements[place]

@@ -49,7 +49,8 @@ class Coded:
         first, last = start // unit * together, -(-stop // unit) * together
         codes = self.codes(first * self.columns, (last - first) * self.columns)
         zeros = self._row_zeros(first, last)
-        decoded = numeric.coded_numbers(self.encoding, codes, self._row_steps(first, last), zeros).reshape(-1)
+        steps = self._row_steps(first, last)
+        decoded = numeric.coded_numbers(self.encoding, codes, steps, zeros, columns=self.columns).reshape(-1)
         return decoded[start - first * self.columns : stop - first * self.columns]
 
     def codes(self, first: int, count: int) -> numeric.Bytes:
@@ -74,11 +75,12 @@ class Coded:
 
     def _of_rows(self, rows: Run, start: int, stop: int) -> numeric.Floats:
         first = start // self.columns
-        values = rows(first, -(-stop // self.columns)).reshape(-1)
+        by_block = rows(first, -(-stop // self.columns))
+        values = numeric.spread(by_block, self.width, self.columns).reshape(-1)
         return values[start - first * self.columns : stop - first * self.columns]
 
     def _row_zeros(self, first: int, stop: int) -> numeric.Floats | None:
-        """Elements that stand for 0 in some rows: ``[rows, columns]``; None where the format has none."""
+        """Elements that stand for 0 in some rows: ``[rows, blocks]``; None where the format has none."""
         scales, form = self._scales, self.encoding.format
         if form.zero_points is None:
             return None
@@ -86,10 +88,10 @@ class Coded:
         offset, nbytes = scales.zeros_of(begin * self.columns, (stop - begin) * self.columns)
         stored = self._reader.read(self._read.source, scales.zeros_key, offset, nbytes)
         zeros = numeric.zero_elements(form, stored, -(-self.columns // self.width))
-        return zeros[first - begin : stop - begin].repeat(self.width, axis=1)[:, : self.columns]
+        return zeros[first - begin : stop - begin]
 
     def _row_steps(self, first: int, stop: int) -> numeric.Floats:
-        """Factors of the codes of some rows: ``[rows, columns]``."""
+        """Factors of the codes of some rows: ``[rows, blocks]``."""
         begin = first // self.encoding.scale_row_height * self.encoding.scale_row_height
         stored = self.scales(begin * self.columns, (stop - begin) * self.columns)
         rows = first - begin, stop - begin
@@ -122,27 +124,33 @@ class Blocks:
         self._unit = codes.encoding.scale_row_height * codes.columns
         self._scale_row: tuple[int, NDArray[np.float32]] = -1, np.empty(0, np.float32)
 
-    def _filled(self, scale_row: int) -> NDArray[np.bool_]:
-        """Whether each block of a scale row has codes as large as its scale is made for."""
+    def _filled(self, first: int, stop: int) -> NDArray[np.bool_]:
+        """Whether each block of some scale rows has codes as large as its scale is made for:
+        ``[scale rows, blocks]``."""
         encoding = self._codes.encoding
         if encoding.format.tensor_scale == "only":
             assert encoding.tensor_scale_dtype is not None
             whole = numeric.scale_numbers(encoding.tensor_scale_dtype, self._codes.tensor_scale)[:1]
-            return np.asarray(self._farthest_joined >= numeric.least_peaks(encoding, whole))
-        first = scale_row * self._unit
-        stored = self._codes.scales(first, min(self._unit, self._codes.total - first))
+            is_filled = self._farthest_joined >= numeric.least_peaks(encoding, whole)
+            return np.full((stop - first, 1), bool(is_filled[0]))
+        rows = self._rows(first, stop)
+        stored = self._codes.scales(first * self._unit, rows.size)
         least = numeric.least_peaks(encoding, numeric.scale_numbers(encoding.scale_dtype, stored))
+        least = least.reshape(stop - first, -1)
         if encoding.format.has_two_scales and not self._joined and self._largest_scale < 1:
             # The matrix's scale is such that blocks have scales of 2 and more: the smallest of all stands for
             # smaller ones only where there are such.
             least = np.maximum(least, 4.0)
-        rows = self._rows_of(scale_row)
         lefts = np.arange(0, rows.shape[1], self._codes.width)
+        # A last scale row of fewer rows is filled up with zeros, which reach nowhere.
+        by_scale_row = np.zeros((stop - first, self._unit), np.float32)
+        by_scale_row.reshape(-1)[: rows.size] = rows.reshape(-1)
+        cubes = by_scale_row.reshape(stop - first, -1, rows.shape[1])
         if encoding.format.zero_points is not None:
-            above, below = rows.max(0).clip(min=0), rows.min(0).clip(max=0)
-            span = np.maximum.reduceat(above, lefts) - np.minimum.reduceat(below, lefts)
+            above, below = cubes.max(1).clip(min=0), cubes.min(1).clip(max=0)
+            span = np.maximum.reduceat(above, lefts, axis=1) - np.minimum.reduceat(below, lefts, axis=1)
             return np.asarray(span >= least)
-        return np.asarray(np.maximum.reduceat(np.abs(rows).max(0), lefts) >= least)
+        return np.asarray(np.maximum.reduceat(np.abs(cubes).max(1), lefts, axis=1) >= least)
 
     def peaks(self, start: int, stop: int) -> list[int]:
         """Indices of a largest element of every block that a run of stored elements touches."""
@@ -150,22 +158,28 @@ class Blocks:
             return [self._farthest[1]]
         positions, columns, width = list[int](), self._codes.columns, self._codes.width
         for scale_row, begin, end in self._scale_rows(start, stop):
-            rows = self._rows_of(scale_row)
-            lefts = range(0, columns, width)
+            first, last = 0, -(-columns // width)
             if begin // columns == (end - 1) // columns:
-                lefts = range(begin % columns // width * width, (end - 1) % columns + 1, width)
-            for left in lefts:
-                part = rows[:, left : left + width]
-                row, column = divmod(int(np.abs(part).argmax()), part.shape[1])
-                positions.append(scale_row * self._unit + row * columns + left + column)
+                first, last = begin % columns // width, (end - 1) % columns // width + 1
+            sizes = np.abs(self._rows_of(scale_row)[:, first * width : last * width])
+            # Beside a last block that is cut off lies what is no element.
+            sizes = np.pad(sizes, ((0, 0), (0, -sizes.shape[1] % width)), constant_values=-1)
+            by_block = sizes.reshape(len(sizes), -1, width).swapaxes(0, 1).reshape(last - first, -1)
+            rows, inside = np.divmod(by_block.argmax(1), width)
+            places = rows * columns + np.arange(first, last) * width + inside
+            positions += (scale_row * self._unit + places).tolist()
         return positions
 
     def are_filled(self, start: int, stop: int) -> numeric.Floats:
         """For each element of a run, 1 if its block is filled, else 0."""
-        columns, filled = self._codes.columns, [np.empty(0)]
-        for scale_row, begin, end in self._scale_rows(start, stop):
-            row = self._filled(scale_row).repeat(self._codes.width)[:columns]
-            filled.append(row[np.arange(begin, end) % columns].astype(np.float64))
+        columns, unit, filled = self._codes.columns, self._unit, [np.empty(0)]
+        first, last, at_once = start // unit, -(-stop // unit), max(1, _CHUNK // unit)
+        for begin in range(first, last, at_once):
+            end = min(begin + at_once, last)
+            rows = numeric.spread(self._filled(begin, end), self._codes.width, columns)
+            elements = rows.repeat(unit // columns, axis=0).reshape(-1)
+            run = slice(max(start - begin * unit, 0), stop - begin * unit)
+            filled.append(elements[run].astype(np.float64))
         return np.concatenate(filled)
 
     def _scale_rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -177,13 +191,17 @@ class Blocks:
     def _rows_of(self, scale_row: int) -> NDArray[np.float32]:
         """A scale row's elements, less those for 0: ``[rows, columns]``."""
         if self._scale_row[0] != scale_row:
-            first = scale_row * self._unit
-            codes = self._codes.codes(first, min(self._unit, self._codes.total - first))
-            elements = numeric.code_elements(self._codes.encoding.format, codes, self._codes.columns)
-            if self._codes.encoding.format.zero_points is not None:
-                elements = elements - self._codes.zeros(first, first + len(elements)).astype(np.float32)
-            self._scale_row = scale_row, elements.reshape(-1, self._codes.columns)
+            self._scale_row = scale_row, self._rows(scale_row, scale_row + 1)
         return self._scale_row[1]
+
+    def _rows(self, first: int, stop: int) -> NDArray[np.float32]:
+        """Elements of some scale rows, less those for 0: ``[rows, columns]``."""
+        begin, end = first * self._unit, min(stop * self._unit, self._codes.total)
+        form, codes = self._codes.encoding.format, self._codes.codes(begin, end - begin)
+        elements = numeric.code_elements(form, codes, self._codes.columns)
+        if form.zero_points is not None:
+            elements = elements - self._codes.zeros(begin, end).astype(np.float32)
+        return elements.reshape(-1, self._codes.columns)
 
     @cached_property
     def _farthest(self) -> tuple[float, int]:

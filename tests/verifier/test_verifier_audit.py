@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from raymerge.api import AuditOptions, AuditVerdict, RunOptions, audit, submit
 from raymerge.checkpoints.quantisation.block_codec import store_scales
-from raymerge.checkpoints.quantisation.encoding import Format, encoding_of, usual_quant_spec
+from raymerge.checkpoints.quantisation.encoding import Format, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of, formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR
 from raymerge.dtypes import DType
@@ -55,6 +55,7 @@ from raymerge.verifier.numbers import (
     nearest_distance,
     plain_numbers,
     scale_numbers,
+    spread,
     zero_elements,
 )
 from raymerge.verifier.stored import Blocks
@@ -428,15 +429,17 @@ def test_codes_are_what_the_format_says(form: Format) -> None:
         stored = torch.rand(len(grid) // 2 or 1).bfloat16().view(torch.uint8).numpy()
     elif quant_spec.scale_dtype is DType.F32:
         stored = torch.rand(len(grid) // 4).view(torch.uint8).numpy()
-    encoding = encoding_of(quant_spec)
+    encoding = quant_spec.encoding
     whole = torch.tensor([3.5], dtype=torch.bfloat16 if form == FP8_TENSOR else torch.float32)
     tensor_scale = whole.view(torch.uint8).numpy()
     steps = code_steps(encoding, stored, tensor_scale, rows=(0, 256), columns=256)
-    zeros = packed = None
+    zeros = by_block = packed = None
     if form.zero_points is not None:
         packed = chance.integers(0, 256, encoding.made_nbytes("zero_points", 256, 256), dtype=np.uint8)
-        zeros = zero_elements(form, packed, quant_spec.grid[1]).repeat(quant_spec.block[1], 1)
-    found = coded_numbers(encoding, codes, steps, zeros)
+        by_block = zero_elements(form, packed, quant_spec.grid[1])
+        zeros = spread(by_block, quant_spec.block[1], 256)
+    found = coded_numbers(encoding, codes, steps, by_block, columns=256)
+    steps = spread(steps, quant_spec.block[1], 256)
     assert (found == reference_decode(quant_spec, codes, stored, 3.5, packed)).all()
     # What codes mean is at no distance from what codes can be, but for the rounding to float32.
     distance = nearest_coded_distance(form, found, steps, zeros)
@@ -454,7 +457,7 @@ def test_a_scale_that_is_made_for_its_block_is_told_from_a_larger_one(form: Form
     if quant_spec.tensor_scale_dtype is not None:
         whole = codec.fresh_tensor_scale(quant_spec, codec.largest(quant_spec, values))
     made = codec.encode(quant_spec, values, tensor_scale=whole)
-    encoding = encoding_of(quant_spec)
+    encoding = quant_spec.encoding
     elements = code_elements(form, made.codes.numpy(), 256).reshape(256, 256)
     peaks = np.abs(elements)
     if made.zero_points is not None:
