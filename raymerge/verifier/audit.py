@@ -21,7 +21,7 @@ from raymerge.merge_plan.plan import Plan
 from raymerge.methods import Expected, LogicalTensor, Reference, Takes, Undecided, find_method, random_key
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
-from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_distance
+from raymerge.verifier.numbers import Floats, code_gaps, nearest_coded_distance, nearest_distance
 from raymerge.verifier.stored import (
     Blocks,
     Coded,
@@ -57,6 +57,9 @@ class Findings:
     """Of those, elements so near to a threshold that either side was accepted."""
     open: int = 0
     """Elements undetermined in float32 arithmetic: compared within wide bounds, or not at all."""
+    farthest: float = 0.0
+    """Of judged elements that are codes, the largest difference from what they should be, in the distance of
+    the two codes about that; those near a threshold left out."""
     digested: int = 0
     """Bytes of the output compared with the digests of the ledger."""
     compared: int = 0
@@ -74,6 +77,8 @@ class Findings:
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, list):
                 mine += theirs[: self.most - len(mine)]
+            elif isinstance(mine, float):
+                setattr(self, name, max(mine, theirs))
             else:
                 setattr(self, name, mine + theirs if isinstance(mine, int) else mine | theirs)
 
@@ -131,6 +136,7 @@ class AuditVerdict:
     judged: int
     near: int
     open: int
+    farthest: float
     digested: int
     compared: int
     num_problems: int
@@ -440,6 +446,7 @@ class StoredPart:
         self._findings.open += int((is_asked & is_open).sum())
         self._findings.judged += judged
         self._findings.near += int((is_near & is_asked & ~is_open).sum())
+        self._note_farthest(actual, expected.values, coding, is_asked & ~is_open & ~is_near)
         wrong = np.flatnonzero(~is_right & is_asked & np.isfinite(expected.doubt))
         if len(wrong):
             with np.errstate(invalid="ignore"):
@@ -455,6 +462,19 @@ class StoredPart:
             where = f"{self._checkpoint}: {self._position(start + worst)}"
             self._findings.add(Problem(where, f"{fact}, {limit}{more}.", AGAIN))
         return judged
+
+    def _note_farthest(
+        self, actual: Floats, values: Floats, coding: Coding | None, which: NDArray[np.bool_]
+    ) -> None:
+        encode = self._op.expression.encode
+        if coding is None or encode is None or not which.any():
+            return
+        own = coding.at(np.flatnonzero(which))
+        with np.errstate(invalid="ignore"):
+            gaps = code_gaps(encode.format, values[which], own.steps, own.zeros)
+            # Where all codes are one number, as under a scale of 0, nothing is between them.
+            shares = np.abs(actual - values)[which][gaps > 0] / gaps[gaps > 0]
+        self._findings.farthest = max(self._findings.farthest, float(shares.max(initial=0.0)))
 
     def _coding(self, start: int, stop: int) -> Coding | None:
         if self._blocks is None:

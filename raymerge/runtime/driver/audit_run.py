@@ -101,6 +101,7 @@ class Audit:
             judged=findings.judged,
             near=findings.near,
             open=findings.open,
+            farthest=findings.farthest,
             digested=findings.digested,
             compared=findings.compared,
             num_problems=len(self._problems) + findings.num_problems,
