@@ -30,6 +30,7 @@ from kits.checkpoint_maker import sparse_checkpoint
 from kits.deepseek_headers import KIMI_CONFIG, V3_CONFIG, deepseek_v3_specs, kimi_k2_thinking_specs
 from kits.fused_headers import GPT_OSS_CONFIG, MAVERICK_CONFIG, gpt_oss_120b_specs, maverick_specs
 from kits.kimi_k3_headers import K3_CONFIG, kimi_k3_specs
+from kits.qwen3_headers import QWEN3_CONFIG, qwen3_235b_specs
 from kits.recipe_maker import linear, slerp
 
 from raymerge.checkpoints.header import TensorSpec, split_into_shards
@@ -50,6 +51,7 @@ class Model:
 MODELS: Mapping[str, Model] = {
     "kimi-k3": Model(K3_CONFIG, kimi_k3_specs),
     "kimi-k2": Model(KIMI_CONFIG, kimi_k2_thinking_specs),
+    "qwen3-235b": Model(QWEN3_CONFIG, lambda: split_into_shards(qwen3_235b_specs(), _FILE_NBYTES)),
     "deepseek-v3": Model(V3_CONFIG, deepseek_v3_specs),
     "gpt-oss": Model(GPT_OSS_CONFIG, lambda: split_into_shards(gpt_oss_120b_specs(), _FILE_NBYTES)),
     "maverick": Model(MAVERICK_CONFIG, lambda: split_into_shards(maverick_specs(), _FILE_NBYTES)),
