@@ -274,6 +274,18 @@ def test_what_a_name_alone_calls_codes_is_refused(tmp_path: Path) -> None:
     assert all("quantised as I64 in weight_packed," in problem for problem in problems)
 
 
+def test_parents_with_the_same_names_are_looked_at_each_by_itself(tmp_path: Path) -> None:
+    """One has twice the columns, under the same config."""
+    wide: Specs = {"weight_packed": (DType.I32, (32, 8)), "weight_scale": (DType.BF16, (32, 2))}
+    table = {"quantization_config": compressed(W4)}
+    a, b = (
+        _model(tmp_path / name, _in_q(parts), **table) for name, parts in {"a": W4_PARTS, "b": wide}.items()
+    )
+    (problem,) = refusals(linear(a, b))
+    assert "1 tensors have other shapes than in" in problem
+    assert f"{Q}.weight is [32, 64] here and [32, 32] there" in problem
+
+
 def test_scales_without_their_codes_count_where_the_config_declares_a_quantisation(tmp_path: Path) -> None:
     extra: Specs = {f"{Q}.input_scale": (DType.F32, (1,))}
     found = _formats(tmp_path / "a", extra, quantization_config={"quant_method": "some"})
