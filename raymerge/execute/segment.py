@@ -35,7 +35,8 @@ from raymerge.events import PartInHand
 from raymerge.execute.compute import Scratch
 from raymerge.execute.encoding import is_summed_at_once, warm_up_sums
 from raymerge.execute.lane import Equipment, Lane, LaneState, LoadBuffer
-from raymerge.execute.non_finite import find_cause, first_non_finite
+from raymerge.execute.non_finite import first_non_finite
+from raymerge.execute.non_finite_origin import find_cause
 from raymerge.execute.output import ComputePermit, NotFinite, Output
 from raymerge.execute.reading import LoadReader, read_plans
 from raymerge.execute.receipts import UNFINISHED, Receipt

@@ -128,8 +128,18 @@ def make_expression(
     return Expression(method.name, has_base, text, cast, encode)
 
 
+_NOTHING = '{"sources":[],"values":{}}'
+# One for each dtype: plans have a hundred thousand ops of one expression.
+_COPIES: Mapping[DType, Expression] = MappingProxyType(
+    {dtype: Expression(COPY, False, _NOTHING, dtype) for dtype in DType}
+)
+_MADE: Mapping[tuple[DType, Made], Expression] = MappingProxyType(
+    {(dtype, what): Expression(what, False, _NOTHING, dtype) for dtype in DType for what in MADE}
+)
+
+
 def copy_expression(dtype: DType) -> Expression:
-    return Expression(COPY, False, '{"sources":[],"values":{}}', dtype)
+    return _COPIES[dtype]
 
 
 def constant_expression(dtype: DType, content: bytes) -> Expression:
@@ -145,7 +155,7 @@ def conversion_expression(dtype: DType, encode: Encoding | None = None) -> Expre
 
 def made_expression(dtype: DType, what: Made) -> Expression:
     """The expression of what is made with codes, and not by itself."""
-    return Expression(what, False, '{"sources":[],"values":{}}', dtype)
+    return _MADE[dtype, what]
 
 
 def made_part(logical: str, what: Made) -> str:
