@@ -267,7 +267,9 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH
             raise ValueError(f"the tensor name {spec.name!r} {reason}")
         seen.add(spec.name)
     ordered = sorted(tensors, key=lambda spec: (_RANK[spec.dtype], spec.name))
-    sizes = [spec.nbytes for spec in ordered]
+    known: dict[int, int] = {}
+    # Of equal numbers one is kept.
+    sizes = [known.setdefault(nbytes, nbytes) for nbytes in (spec.nbytes for spec in ordered)]
     begins, end = [], 0
     for nbytes in sizes:
         begins.append(end)

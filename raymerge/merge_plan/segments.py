@@ -6,6 +6,7 @@ number."""
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -67,7 +68,8 @@ def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]
     target = _segment_target(sum([op.cost for o in outputs for op in o.ops]))
     placed: list[PlacedOp] = []
     twins: dict[tuple[object, ...], int] = {}
-    made: dict[str, range] = {}
+    # Arrays, as a range for each of 500,000 outputs takes much more.
+    begins, ends = array("q", [0]) * len(outputs), array("q", [0]) * len(outputs)
     joined, alike = _joined_contents(outputs), _alike(outputs)
     pieces = {each.name: tuple(_pieces(each, target)) for each in outputs if not each.scales_of}
     for shard, (_, layout) in enumerate(shards):
@@ -76,7 +78,7 @@ def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]
             own = outputs[number]
             codes = outputs[index[own.scales_of]] if own.scales_of else None
             cut = pieces[own.name] if codes is None else _scales_cut(own, codes, pieces[codes.name])
-            begin = len(placed)
+            begins[number] = len(placed)
             for first, piece in cut:
                 twin = len(placed)
                 if number in alike and codes is None and not _is_made_quickly(piece):
@@ -86,11 +88,15 @@ def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]
                 copy_of = twin if twin < len(placed) else -1
                 placed.append(PlacedOp(number, shard, offset, first, piece, copy_of=copy_of))
                 offset += piece.nbytes
-            made[tensor.name] = range(begin, len(placed))
-    _join(placed, [(each.joined, made[each.name]) for each in outputs if each.joined])
+            ends[number] = len(placed)
+
+    def ops_of(name: str) -> range:
+        return range(begins[index[name]], ends[index[name]])
+
+    _join(placed, [(each.joined, ops_of(each.name)) for each in outputs if each.joined])
     for what in MADE:
-        scales = [o for o in outputs if o.scales_of and o.made == what]
-        _tie_scales(placed, [(made[each.scales_of], made[each.name]) for each in scales])
+        scales = (o for o in outputs if o.scales_of and o.made == what)
+        _tie_scales(placed, ((ops_of(each.scales_of), ops_of(each.name)) for each in scales))
     return tuple(placed)
 
 
@@ -153,9 +159,14 @@ def _join(placed: list[PlacedOp], tensors: Iterable[tuple[str, Sequence[int]]]) 
 def _tie_scales(placed: list[PlacedOp], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
     """Point ops of scales at the ops of codes that they are made with, or at the scales of equal codes.
     ``tensors`` are ops of codes and ops of scales of one kind, one to one."""
-    scales = {code: scale for codes, own in tensors for code, scale in zip(codes, own, strict=True)}
-    for code, scale in scales.items():
+    scales = array("q", [-1]) * len(placed)
+    for codes, own in tensors:
+        for code, scale in zip(codes, own, strict=True):
+            scales[code] = scale
+    for code, scale in enumerate(scales):
         twin = placed[code].copy_of
+        if scale < 0:
+            continue
         if twin < 0:
             placed[scale] = placed[scale]._replace(made_with=code)
         else:

@@ -68,7 +68,8 @@ def op_tables(
     reads = [read for op in made for read in op.reads]
     expressions, expression_numbers = _numbered(op.expression for op in made)
     gathers, gather_numbers = _numbered(read.gather for read in reads)
-    scales, scales_numbers, encodings = _scale_rows(reads)
+    scales, scales_numbers = _numbered(read.scales for read in reads)
+    encodings, encoding_numbers = _numbered(each.encoding for each in scales)
     rows: dict[str, Iterable[Sequence[Any]]] = {
         "tensors": _tensor_rows(outputs, shards),
         "ops": _op_rows(ops, expression_numbers),
@@ -77,7 +78,7 @@ def op_tables(
             (read.part, *_place(read), *_viewed(read.view), gather, own)
             for read, gather, own in zip(reads, gather_numbers, scales_numbers, strict=True)
         ),
-        "scales": scales,
+        "scales": ((n, *each[1:]) for n, each in zip(encoding_numbers, scales, strict=True)),
         **_gather_rows(gathers),
     }
     return OpTables(_tables(rows), expressions, encodings)
@@ -124,23 +125,6 @@ def _numbered(values: Iterable[_T | None]) -> tuple[list[_T], list[int]]:
             number = latest[id(value)] = known.setdefault(value, len(known))
         numbers.append(number)
     return list(known), numbers
-
-
-def _scale_rows(reads: Iterable[Read]) -> tuple[Sequence[Sequence[Any]], list[int], Sequence[Encoding]]:
-    """The distinct scales as rows, for each read the number of its own, -1 for none, and their encodings."""
-    known: dict[Sequence[Any], int] = {}
-    encodings: dict[Encoding, int] = {}
-    latest: tuple[Encoding | None, int] = (None, 0)
-    numbers: list[int] = []
-    for read in reads:
-        if read.scales is None:
-            numbers.append(-1)
-            continue
-        encoding, *rest = read.scales
-        if encoding is not latest[0]:
-            latest = encoding, encodings.setdefault(encoding, len(encodings))
-        numbers.append(known.setdefault((latest[1], *rest), len(known)))
-    return list(known), numbers, list(encodings)
 
 
 def _table(schema: pa.Schema, rows: Iterable[Sequence[Any]]) -> pa.Table:

@@ -383,7 +383,10 @@ class ResolvedInput(NamedTuple):
         place, (_, dtype, shape, key, offset, nbytes) = self.place, self.place.tensor
         if place.shape is shape and place.scales is None:
             return Read(part, self.store, key, offset, nbytes, dtype, place.view)
-        first, nbytes = offset + dtype.nbytes(place.start), dtype.nbytes(place.num_elements)
+        # Of equal numbers one is kept, as there are hundreds of thousands.
+        first = offset + dtype.nbytes(place.start) if place.start else offset
+        own = dtype.nbytes(place.num_elements)
+        nbytes = nbytes if own == nbytes else own
         return Read(part, self.store, key, first, nbytes, dtype, place.view, scales=place.scales)
 
     def _product(self) -> Product | None:

@@ -421,13 +421,11 @@ def scales_of_run(
     encoding = quant_spec.encoding
     first, last = (_scale_rows_before(quant_spec, each) for each in (start, start + count))
     per_scale_row = encoding.scales_nbytes(quant_spec.columns)
-    scales = Scales(
-        encoding,
-        quant_spec.columns,
-        stored.key,
-        stored.offset + first * per_scale_row,
-        (last - first) * per_scale_row,
-    )
+    offset = stored.offset + first * per_scale_row if first else stored.offset
+    nbytes = (last - first) * per_scale_row
+    # Of equal numbers one is kept.
+    nbytes = stored.nbytes if nbytes == stored.nbytes else nbytes
+    scales = Scales(encoding, quant_spec.columns, stored.key, offset, nbytes)
     size = quant_spec.rows * quant_spec.columns
     matrix = 0 if quant_spec.format.scales_stack else start // size
     is_of_several = start + count > (matrix + 1) * size and not quant_spec.format.scales_stack
