@@ -132,7 +132,7 @@ def _check_references(check: Check) -> None:
 def _check_tensors(check: Check) -> None:
     """Names once each, sizes as dtype and shape say, and no hole or overlap in any shard."""
     tensors, shards = check.tensors, check.shards
-    check.flag("tensors", _repeated(tensors.words("name")[0]), "it has the name of another one")
+    check.flag("tensors", _repeated(tensors.numbers("name")), "it has the name of another one")
     dtype, words = tensors.words("dtype")
     bits = np.array([_DTYPES[word].bits for word in words], dtype=np.int64)[dtype]
     wrong = products(*tensors.lists["shape"]) * bits != tensors.nbytes * 8
@@ -236,7 +236,7 @@ def _objection(expression: Expression) -> str | None:
 def _check_dispositions(check: Check) -> None:
     """Each tensor of each source exactly once, and what is kept goes to a tensor of the output."""
     columns = check.tables["dispositions"]
-    table, source, name = columns.table, columns.source, columns.words("name")[0]
+    table, source, name = columns.table, columns.source, columns.numbers("name")
     repeated = _repeated(source * (name.max(initial=0) + 1) + name)
     check.flag("dispositions", repeated, "it stands twice")
     if check.plan.problems:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raymerge.checkpoints.quantisation.encoding import Encoding, Made, QuantSpec
 from raymerge.checkpoints.views import row_major
@@ -63,6 +64,11 @@ class Columns:
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
+
+    def numbers(self, name: str) -> Ints:
+        """Equal texts of a column as one number each ``[rows]``."""
+        encoded = self.table.column(name).combine_chunks().dictionary_encode()
+        return np.asarray(encoded.indices.to_numpy(zero_copy_only=False)).astype(np.int64)
 
     def words(self, name: str) -> tuple[Ints, list[str]]:
         """A column of texts; see ``codes``."""
@@ -825,11 +831,11 @@ def _check_made(check: Check) -> None:
 
 def _check_pairs(check: Check, made: Ints, scales: Ints, what: Made) -> None:
     """Scales are those of the same matrix, and of pieces in the order of these, in one tensor."""
-    number, words = check.parts.words("logical")
-    part, tensor = check.first_parts, check.ops.tensor
-    names = zip(number[part[made]].tolist(), number[part[scales]].tolist(), strict=True)
-    called = [made_part(word, what) for word in words]
-    other = np.array([words[own] != called[one] for one, own in names], dtype=np.bool_)
+    logical, part, tensor = check.parts.table.column("logical"), check.first_parts, check.ops.tensor
+    # Whole columns, as a text of its own for each of a million parts takes much more.
+    called = pc.binary_join_element_wise(logical.take(pa.array(part[made])), made_part("", what), "")
+    differ = pc.not_equal(logical.take(pa.array(part[scales])), called)
+    other = np.asarray(differ.combine_chunks().to_numpy(zero_copy_only=False))
     check.flag("ops", other, "it is called the scales of another matrix than its codes are", of=scales)
     same = np.diff(tensor[made]) == 0
     astray = same & ((np.diff(tensor[scales]) != 0) | (np.diff(scales) <= 0))

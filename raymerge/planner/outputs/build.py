@@ -9,6 +9,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from raymerge.architectures.roles import module_finder
 from raymerge.architectures.rules import Role, quantisation_tables, rules_of
 from raymerge.checkpoints.header import FileLayout, StoredTensor, TensorSpec
@@ -183,6 +185,7 @@ def finish_plan(decided: Decided, *, version: str) -> Plan:
     tables = {**made.tables, **others, "dispositions": dispositions}
     plan = make_plan(manifest, tables, decided.findings.problems())
     del decided, shards
+    pa.default_memory_pool().release_unused()
     if problems := check_plan(plan):
         raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))
     return plan
