@@ -357,7 +357,8 @@ def test_scales_of_inputs_are_for_all_matrices_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_scales", [True, False])
-def test_the_scheme_of_keys_and_values_stays_with_their_scales(has_scales: bool, tmp_path: Path) -> None:
+def test_the_scheme_of_keys_and_values_stays_as_the_donor_has_it(has_scales: bool, tmp_path: Path) -> None:
+    """Without stored scales a server caches with a scale of 1."""
     more: Specs = {
         f"model.layers.{layer}.self_attn.{each}_scale": (DType.F32, (1,)) for layer in (0, 1) for each in "kv"
     }
@@ -366,7 +367,7 @@ def test_the_scheme_of_keys_and_values_stays_with_their_scales(has_scales: bool,
     fresh, said = _planned(model, "int4")
     assert said == ""
     assert fresh["format"] == "pack-quantized"
-    assert fresh["kv_cache_scheme"] == (_CACHE if has_scales else None)
+    assert fresh["kv_cache_scheme"] == _CACHE
 
 
 _STORED: dict[str, tuple[Parts, Mapping[str, Any] | None]] = {
