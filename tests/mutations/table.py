@@ -782,7 +782,7 @@ MUTATIONS = (
         "if heads > 0 else -1",
         _SPELLINGS,
     ),
-    Mutation("planner/matching/logical.py", "or min(heads) == 0", "or 0 in heads", _SPELLINGS),
+    Mutation("planner/matching/logical.py", "or min(heads) == 0", "or min(heads) <= 0", _SPELLINGS),
     Mutation(
         "planner/matching/input_resolver.py",
         "(which * half + index if own else 2 * index + which)",
