@@ -139,8 +139,7 @@ def _check_tensors(check: Check) -> None:
     check.flag("tensors", wrong, "nbytes is not its shape's")
     order = np.lexsort((tensors.nbytes, tensors.offset, tensors.shard))
     shard, offset, nbytes = tensors.shard[order], tensors.offset[order], tensors.nbytes[order]
-    headers = shards.table.column("header").to_pylist()
-    begin = np.array([len(each) for each in headers], dtype=np.int64)
+    begin = pc.binary_length(shards.table.column("header")).to_numpy().astype(np.int64)
     is_first = np.append(True, np.diff(shard) != 0)[: len(shard)]
     is_last = np.append(is_first[1:], True)[: len(shard)]
     reached = np.where(is_first, begin[shard], np.roll(offset + nbytes, 1))
