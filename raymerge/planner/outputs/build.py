@@ -65,6 +65,8 @@ def stored_dispositions(
 
     ``packed`` are the outputs of codes with scales: of such a one it is the part of the tensor's kind, or
     else the codes."""
+    if not packed:
+        return dispositions.entries()
     return (
         (source, name, _stored_disposition(dispositions, source, name, disposition, packed))
         for source, name, disposition in dispositions.entries()
