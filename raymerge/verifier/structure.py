@@ -100,20 +100,25 @@ def _misread(checkpoint: Checkpoint, plan: Plan | None) -> tuple[Sequence[Proble
     matrices = joined_scales(checkpoint.tensors, rules_of(checkpoint.config))
     with open_store(checkpoint.root) as store:
         values = scale_values(store, matrices)
-    problems = [Problem(checkpoint.name, each, SPELL_RIGHT) for each in misspelt(matrices, values)]
-    if problems:
-        return problems, ()
-    factors = misread(matrices, values)
-    lines = () if plan is None or not factors else tensor_lines(plan)
+    if not (misread(matrices, values) or any(misspelt(matrices, values))):
+        return (), ()
+    lines = () if plan is None else tensor_lines(plan)
     copied = frozenset(line.name for line in lines if line.disposition == Use.COPIED)
-    unchanged = [each for each in factors if copied.issuperset(each)]
-    made = [each for each in factors if not copied.issuperset(each)]
-    remedy = (
-        "Merge the model with itself (linear, with the model named twice), which gives one scale to what is "
-        "joined, or serve it where each matrix keeps its own."
-    )
-    problems = [Problem(checkpoint.name, f"{misread_text(made)}.", remedy)] if made else []
-    return problems, (f"{misread_text(unchanged)}, as in the model that they come from",) if unchanged else ()
+    unchanged = [each for each in matrices if copied.issuperset(each.names)]
+    made = [each for each in matrices if not copied.issuperset(each.names)]
+    notes = [each.removesuffix(".") for each in misspelt(unchanged, values)]
+    if factors := misread(unchanged, values):
+        notes.append(misread_text(factors))
+    problems = [Problem(checkpoint.name, each, SPELL_RIGHT) for each in misspelt(made, values)]
+    if not problems and (factors := misread(made, values)):
+        problems = [Problem(checkpoint.name, f"{misread_text(factors)}.", _JOIN)]
+    return problems, tuple(f"{each}, as in the model that they come from" for each in notes)
+
+
+_JOIN = (
+    "Merge the model with itself (linear, with the model named twice), which gives one scale to what is "
+    "joined, or serve it where each matrix keeps its own."
+)
 
 
 def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:

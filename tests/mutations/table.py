@@ -475,8 +475,8 @@ MUTATIONS = (
     ),
     Mutation(
         "verifier/structure.py",
-        "made = [each for each in factors if not copied",
-        "made = [each for each in found if copied",
+        "made = [each for each in matrices if not copied",
+        "made = [each for each in matrices if copied",
         SCALES,
     ),
     # Workers that get on, and those that do not

@@ -126,12 +126,20 @@ def test_a_checkpoint_that_is_served_wrong_is_found_with_the_factor(
 def test_a_checkpoint_in_the_other_spelling_is_a_problem(
     is_modelopt: bool, look: str, tmp_path: Path
 ) -> None:
+    """And a copy of it is published with a note."""
     model = nvfp4_mixture(tmp_path / "model", 0, is_modelopt=is_modelopt)
     endings = ("weight_global_scale", "weight_scale_2")
     stored = {name: each for name, each in read_tensors(model.root).items() if name.endswith(endings)}
     _edit(model.root, {name: 1 / each for name, each in stored.items()})
     (problem,) = verify(model.root).problems
-    assert f"most scales of whole matrices look like {look}" in problem.what
+    assert (words := f"most scales of whole matrices look like {look}") in problem.what
+    assert f"{words}, as" in _notes(one_model(model))
+    merge(one_model(model), tmp_path / "out")
+    verdict = verify(tmp_path / "out")
+    (note,) = verdict.notes
+    assert words in note
+    assert "as in the model that they come from" in note
+    assert not verdict.problems
 
 
 def test_what_is_told_to_be_merged_with_itself_is_served_right_afterwards(tmp_path: Path) -> None:

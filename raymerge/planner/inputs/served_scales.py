@@ -37,6 +37,10 @@ class JoinedScales:
     scales: tuple[StoredTensor, ...]
     """In the order in which their matrices are joined."""
 
+    @property
+    def names(self) -> Iterator[str]:
+        return (each.name for each in self.scales)
+
     def factors(self, values: ScaleValues) -> Mapping[str, float]:
         """How many times as large as they are servers take the numbers of each part, by its scale's name."""
         own = np.stack([values[each.name] for each in self.scales])
@@ -44,8 +48,7 @@ class JoinedScales:
         with np.errstate(divide="ignore", invalid="ignore"):
             times = np.where(own == taken, 1.0, own / taken if self.is_divisor else taken / own)
             farthest = np.abs(np.log(times)).argmax(axis=1)
-        names = (each.name for each in self.scales)
-        return dict(zip(names, times[np.arange(len(own)), farthest].tolist(), strict=True))
+        return dict(zip(self.names, times[np.arange(len(own)), farthest].tolist(), strict=True))
 
 
 def joined_scales(stored: Mapping[str, StoredTensor], rules: Rules) -> tuple[JoinedScales, ...]:
@@ -86,7 +89,7 @@ def misread(matrices: Sequence[JoinedScales], values: ScaleValues) -> list[Mappi
 def misspelt(matrices: Sequence[JoinedScales], values: ScaleValues) -> Iterator[str]:
     """A sentence for each spelling whose scales look like those of the other."""
     for is_divisor in (False, True):
-        own = [scale.name for each in matrices if each.is_divisor is is_divisor for scale in each.scales]
+        own = [name for each in matrices if each.is_divisor is is_divisor for name in each.names]
         if sentence := other_spelling({name: values[name][0] for name in own}, is_divisor=is_divisor):
             yield sentence
 

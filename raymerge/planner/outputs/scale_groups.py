@@ -17,7 +17,7 @@ from raymerge.architectures.roles import JoinedMatrix, joined_matrix
 from raymerge.architectures.rules import Rules
 from raymerge.checkpoints.quantisation.encoding import Encoding, QuantisedWeight
 from raymerge.merge_plan.expressions import Output, QuantisedOutput
-from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text, scale_values
+from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text, misspelt, scale_values
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.storage.open import open_store
@@ -121,13 +121,17 @@ def _stored_as(packed: QuantisedOutput | QuantisedWeight | None) -> str:
 
 
 def _unequal(source: Source, num_copied: int) -> Iterator[str]:
-    """A note where a source's own scales are not equal within what servers join, by some of them."""
+    """Notes where a source's own scales are not equal within what servers join, or are copied in the other
+    spelling, by some of them."""
     matrices = joined_scales(source.checkpoint.stored, source.rules)
     if not matrices or source.checkpoint.unwritten is not None:
         return
     some = matrices[:: -(-len(matrices) // _MOST_LOOKED_AT)]
     with open_store(source.checkpoint.root) as store:
-        factors = misread(some, scale_values(store, some))
+        values = scale_values(store, some)
+    if num_copied:
+        yield from (f"{source.name}: {each} They are copied as they are" for each in misspelt(some, values))
+    factors = misread(some, values)
     if not factors:
         return
     stays = f", and {num_copied} times they are copied unchanged and stay so" if num_copied else ""
