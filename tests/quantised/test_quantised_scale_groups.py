@@ -17,6 +17,7 @@ from kits.quantised_merges import changed_bytes, check_merged, merged_values, re
 from kits.quantised_models import QuantisedModel
 from kits.recipe_maker import linear as mean_of
 from kits.recipe_maker import one as one_model
+from kits.recipe_maker import piece, stack
 from kits.served_numbers import joined_modules, served_as_stored, served_numbers
 from kits.tensor_scaled_models import fp8_llama, nvfp4_mixture
 from safetensors.torch import load_file, save_file
@@ -265,12 +266,14 @@ def test_joined_matrices_are_those_of_servers(model_type: str, groups: Sequence[
 
 
 def test_a_joined_matrix_in_several_formats_is_noted(tmp_path: Path) -> None:
-    """Unless the base has it so."""
+    """Unless the base has it so; also where layers of another model bring it in."""
     model = nvfp4_mixture(tmp_path / "a", 1).root
 
+    def noted(recipe: Mapping[str, Any]) -> list[str]:
+        return [each for each in plan(dict(recipe)).require().manifest["notes"] if "vLLM joins" in each]
+
     def notes(root: Path, *lines: Any) -> list[str]:
-        made = plan(one_model(root, out_format=[*lines, "same"])).require()
-        return [each for each in made.manifest["notes"] if "vLLM joins into one" in each]
+        return noted(one_model(root, out_format=[*lines, "same"]))
 
     freed = {"glob": "*.up_proj.*", "value": "bf16"}
     (note,) = notes(model, freed)
@@ -281,3 +284,5 @@ def test_a_joined_matrix_in_several_formats_is_noted(tmp_path: Path) -> None:
     assert notes(model, {"role": "expert", "value": "bf16"}) == notes(model) == []
     merge(one_model(model, out_format=[freed, "same"]), tmp_path / "out")
     assert notes(tmp_path / "out", {"role": "attention", "value": "bf16"}) == []
+    (note,) = noted(stack(piece(model, 0, 1), piece(tmp_path / "out", 0, 1)))
+    assert "(model.layers.1.mlp.experts.0.gate_proj as nvfp4" in note

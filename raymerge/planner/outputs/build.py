@@ -329,11 +329,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
         config=config,
         tie=tie,
         tokenizer=tokenizer,
-        notes=(
-            *context.notes(outputs),
-            *joined_notes(joined, sources),
-            *(several_formats(outputs, donor) if recipe.out_format is not None else ()),
-        ),
+        notes=(*context.notes(outputs), *joined_notes(joined, sources), *several_formats(outputs, donor)),
     )
 
 

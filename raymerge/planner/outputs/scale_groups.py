@@ -93,17 +93,15 @@ def joined_notes(joined: Joined, sources: Sequence[Source]) -> Iterator[str]:
 
 def several_formats(outputs: Sequence[Output], donor: Source) -> Iterator[str]:
     """A note where matrices that vLLM joins are stored in several formats, and are not so in the donor."""
-    joined: dict[JoinedMatrix, dict[str, str]] = {}
-    for output in outputs:
-        if (matrix := joined_matrix(output.name, donor.rules)) is not None:
-            joined.setdefault(matrix, {})[output.name] = _stored_as(output.packed)
-    known = donor.checkpoint.packed
-    mixed = {
-        matrix: own
-        for matrix, own in joined.items()
-        if len(set(own.values())) > 1
-        and any(_stored_as(known.get(name)) != form for name, form in own.items())
-    }
+    known, forms = donor.checkpoint.packed, {each.name: _stored_as(each.packed) for each in outputs}
+    changed = (name for name, form in forms.items() if form != _stored_as(known.get(name)))
+    joined = dict.fromkeys(joined_matrix(name, donor.rules) for name in changed)
+    mixed = dict[JoinedMatrix, dict[str, str]]()
+    for matrix in filter(None, joined):
+        weights = (f"{part}.weight" for part in matrix.parts)
+        own = {name: forms[name] for name in weights if name in forms}
+        if len(set(own.values())) > 1:
+            mixed[matrix] = own
     if not mixed:
         return
     matrix, own = next(iter(mixed.items()))
