@@ -187,7 +187,7 @@ class NameReader:
         first = self._experts.get(key)
         if first is None:
             first = self._experts[key] = self._describe(name, numbered)
-        return TensorInfo(*first[:4], int(numbered[1]), *first[5:])
+        return first._replace(expert=int(numbered[1]))
 
     def _describe(self, name: str, numbered: re.Match[str] | None) -> TensorInfo:
         rules, path = self._rules, name.split(".")

@@ -78,6 +78,7 @@ def op_tables(
             (read.part, *_place(read), *_viewed(read.view), gather, own)
             for read, gather, own in zip(reads, gather_numbers, scales_numbers, strict=True)
         ),
+        # By place, in the order of fields: half a million take a second less than by name.
         "scales": ((n, *each[1:]) for n, each in zip(encoding_numbers, scales, strict=True)),
         **_gather_rows(gathers),
     }

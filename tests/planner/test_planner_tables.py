@@ -175,6 +175,7 @@ def saved(tmp_path: Path) -> tuple[Plan, Path]:
 
 def test_a_saved_plan_comes_back_as_it_was(saved: tuple[Plan, Path]) -> None:
     plan, directory = saved
+    assert tuple(SCHEMAS["scales"].names) == Scales._fields
     loaded = load_plan(directory)
     assert (loaded.manifest, loaded.digest, loaded.problems) == (plan.manifest, plan.digest, ())
     assert loaded.tables == plan.tables
