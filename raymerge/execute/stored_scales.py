@@ -22,7 +22,7 @@ from raymerge.execute.non_finite import are_zeros, scale_fault
 from raymerge.merge_plan.plan import Ints, Plan, RunReader, ints
 from raymerge.merge_plan.tables import read_scales
 from raymerge.methods.internal import LARGEST
-from raymerge.storage.store import ReadStore, read_together
+from raymerge.storage.store import ReadStore, num_readers, read_together
 
 Bytes: TypeAlias = NDArray[np.uint8]
 _MOST_BYTES = 256 << 20
@@ -31,6 +31,8 @@ _MOST_FAR_REQUESTS = 256
 _LOOKED_AT: tuple[Made, ...] = ("tensor_scale", "scales")
 _MOST_CODES = 64 << 10
 """Bytes of a matrix's codes that are read where all its scales are 0; others are left to workers."""
+_REQUEST, _TOGETHER = 8 << 20, 128 << 20
+"""Bytes of scales that are read by a request, and at a time: the driver is to have little memory."""
 _REPAIR = "Repair or replace that model; nothing was written."
 
 
@@ -172,8 +174,9 @@ def _read(
     for batch in batches:
         for source, store in enumerate(stores):
             own = [each for each in batch if each.source == source]
-            # One request at a time: together they may take more memory than the driver is to have.
-            for each, data in read_together(store, own, readers=1):
+            largest = max([_REQUEST, *(each.nbytes for each in own)])
+            readers = max(1, min(num_readers(store), _TOGETHER // largest))
+            for each, data in read_together(store, own, readers=readers, limit=_REQUEST):
                 yield each, np.frombuffer(data, np.uint8)
 
 

@@ -202,8 +202,8 @@ class InFile(Protocol):
 
 
 _InFile = TypeVar("_InFile", bound=InFile)
-_GAP, _LIMIT = 64 << 10, 1 << 20
-"""Bytes between what is one request, and of all that is."""
+_GAP, _SMALL = 64 << 10, 1 << 20
+"""Bytes between what is one request, and of all that is, usually."""
 
 
 def num_readers(store: ReadStore) -> int:
@@ -212,17 +212,17 @@ def num_readers(store: ReadStore) -> int:
 
 
 def read_together(
-    store: ReadStore, stored: Sequence[_InFile], *, readers: int, most: int | None = None
+    store: ReadStore, stored: Sequence[_InFile], *, readers: int, limit: int = _SMALL, most: int | None = None
 ) -> Iterator[tuple[_InFile, memoryview]]:
-    """Each with its bytes, file by file. What lies near each other is one request; ``readers`` are made at a
-    time, and at most ``most`` in all."""
+    """Each with its bytes, file by file. What lies near each other is one request of at most ``limit`` bytes;
+    ``readers`` are made at a time, and at most ``most`` in all."""
     by_key: dict[str, list[_InFile]] = {}
     for each in stored:
         by_key.setdefault(each.key, []).append(each)
     requests = [
         (extent, [own[member] for member in extent.members])
         for own in by_key.values()
-        for extent in coalesce([Range(each.offset, each.nbytes) for each in own], gap=_GAP, limit=_LIMIT)
+        for extent in coalesce([Range(each.offset, each.nbytes) for each in own], gap=_GAP, limit=limit)
     ][:most]
 
     def read(request: tuple[Extent, Sequence[_InFile]]) -> memoryview:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +24,7 @@ from raymerge.storage.local import store as local_store
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, buffer_nbytes
 from raymerge.storage.local.copying import BLOCK_NBYTES
 from raymerge.storage.local.store import LocalStore, Residency
-from raymerge.storage.store import Extent, Range, coalesce
+from raymerge.storage.store import Extent, Range, coalesce, read_together
 
 NUM_BLOCKS = 5000
 """More than one request takes (16 MiB)."""
@@ -580,3 +581,27 @@ def test_no_hole_above_the_gap_is_read_and_none_below_is_left(wanted: list[Range
             reached = max(reached, wanted[at].end)
     for before, after in pairwise(extents):
         assert after.offset - (before.offset + before.nbytes) > gap
+
+
+class InFile(NamedTuple):
+    key: str
+    offset: int
+    nbytes: int
+
+
+@pytest.mark.parametrize(("limit", "requests"), [(1 << 20, 4), (2 << 20, 2), (8 << 20, 1)])
+def test_what_is_read_together_is_cut_by_its_limit(limit: int, requests: int, tmp_path: Path) -> None:
+    data = random.Random(1).randbytes(4 << 20)
+    (tmp_path / "a").write_bytes(data)
+    stored = [InFile("a", start, 1 << 20) for start in range(0, len(data), 1 << 20)]
+    with LocalStore(tmp_path) as store:
+        sizes = list[int]()
+
+        def read(key: str, offset: int, nbytes: int) -> bytes:
+            sizes.append(nbytes)
+            return store.read(key, offset, nbytes)
+
+        counted: Any = SimpleNamespace(read=read)
+        parts = list(read_together(counted, stored, readers=2, limit=limit))
+    assert [bytes(own) for _, own in parts] == [data[each.offset :][: each.nbytes] for each, _ in parts]
+    assert (len(sizes), sum(sizes), len(parts)) == (requests, len(data), 4)
