@@ -29,8 +29,9 @@ _MOST_BYTES = 256 << 20
 _MOST_REQUESTS = 1 << 15
 _MOST_FAR_REQUESTS = 256
 _LOOKED_AT: tuple[Made, ...] = ("tensor_scale", "scales")
-_MOST_CODES = 64 << 10
-"""Bytes of a matrix's codes that are read where all its scales are 0; others are left to workers."""
+_PIECE = 16 << 10
+"""Bytes of codes that are read at their begin, middle and end where all of their scales are 0. Others are
+never looked at, since they mean 0 whatever they are."""
 _REQUEST, _TOGETHER = 8 << 20, 128 << 20
 """Bytes of scales that are read by a request, and at a time: the driver is to have little memory."""
 _REPAIR = "Repair or replace that model; nothing was written."
@@ -96,8 +97,9 @@ def _wrong(each: _Stored, data: Bytes, plan: Plan, store: ReadStore) -> str:
     if each.goes_with_others:
         return f"what all scales of its blocks go with is 0, at {each.place}."
     (row,) = plan["inputs"].slice(each.input, 1).to_pylist()
-    codes = np.frombuffer(store.read(row["key"], row["offset"], min(row["nbytes"], _MOST_CODES)), np.uint8)
-    if _mean_nothing(each.encoding, codes):
+    nbytes, last = min(row["nbytes"], _PIECE), max(0, row["nbytes"] - _PIECE)
+    pieces = (store.read(row["key"], row["offset"] + start, nbytes) for start in sorted({0, last // 2, last}))
+    if all(_mean_nothing(each.encoding, np.frombuffer(piece, np.uint8)) for piece in pieces):
         return ""
     return f"all scales of its codes are 0, from {each.place} on, and the codes are not."
 

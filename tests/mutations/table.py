@@ -363,6 +363,7 @@ MUTATIONS = (
     ),
     Mutation("execute/non_finite.py", "_first(bits > sign, NEGATIVE) if sign else None", "None", HOSTILE),
     Mutation("execute/stored_scales.py", "(each.is_copy and is_quantised)", "False", HOSTILE),
+    Mutation("execute/stored_scales.py", "sorted({0, last // 2, last})", "[0]", HOSTILE),
     Mutation("execute/stored_scales.py", "two and self.what == ", "False and self.what == ", HOSTILE),
     Mutation(
         "execute/non_finite.py", "int(stored.view(_EXPONENTS[dtype][0]).max()) > sign", "False", HOSTILE

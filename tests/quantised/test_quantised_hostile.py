@@ -171,7 +171,7 @@ def test_a_matrix_of_zeros_may_have_scales_of_0(kind: str, is_good: bool, tmp_pa
 
 
 def test_of_codes_whose_scales_are_0_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a model of such scales is read whole before its merge begins."""
+    """Else a model of such scales is read whole before its merge begins. Begin, middle and end are read."""
     specs, table, (_, shape, _) = GOOD["per channel [rows]"]
     root = _written(tmp_path / "a", specs, table, shape)
     stored = _copies(root / "model.safetensors")
@@ -183,11 +183,18 @@ def test_of_codes_whose_scales_are_0_little_is_read(tmp_path: Path, monkeypatch:
         sizes.append(nbytes)
         return read(store, key, offset, nbytes)
 
-    monkeypatch.setattr(stored_scales, "_MOST_CODES", 16)
+    monkeypatch.setattr(stored_scales, "_PIECE", 16)
     monkeypatch.setattr(LocalStore, "read", counted)
     assert not _problems(made, [root, root])
     scales = sum(t.nbytes for name, t in zeros.items() if "scale" in name)
-    assert 0 < sum(sizes) <= 2 * (scales + 16)
+    assert 0 < sum(sizes) <= 2 * (scales + 3 * 16)
+    (codes,) = (name for name in specs if name.endswith(".weight"))
+    for place in (0, zeros[codes].numel() // 2, -1):
+        zeros[codes].view(torch.uint8).view(-1)[place] = 1
+        save_file(zeros, root / "model.safetensors", metadata={"format": "pt"})
+        (problem,) = _problems(made, [root])
+        assert "all scales of its codes are 0" in problem.what
+        zeros[codes].view(torch.uint8).zero_()
 
 
 @pytest.mark.parametrize("kind", {form: kind for kind, (_, _, (form, *_)) in GOOD.items()}.values())
