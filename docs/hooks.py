@@ -1,21 +1,16 @@
-"""What pages of the site have in place of what stands in them.
+"""Links of pages that leave docs/ become the path in the repository, as text.
 
-Links that leave docs/ become the path in the repository, as text; one that is not there is an error, as every
-broken link is. The formats that are only copied become a table.
-"""
+One that is not there is an error, as every broken link is."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).resolve().parents[1]
-_ONLY_COPIED = "<!-- table: only copied -->"
-_METHODS = ROOT / "raymerge" / "checkpoints" / "quantisation" / "other_methods.toml"
 _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
 
 
@@ -31,10 +26,4 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         path = str(target.relative_to(ROOT))
         return f"`{path}`" if match[1].strip("`") == path else f"{match[1]} (`{path}`)"
 
-    return _LINK.sub(path_of, markdown).replace(_ONLY_COPIED, _only_copied())
-
-
-def _only_copied() -> str:
-    methods = tomllib.loads(_METHODS.read_text(encoding="utf-8"))["method"]
-    head = "| format | what makes a model of it that can be merged |\n|---|---|"
-    return "\n".join([head, *(f"| {each['title']} | {each['advice']} |" for each in methods)])
+    return _LINK.sub(path_of, markdown)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from kits.merge_cases import INLINE, default_recipe, make_family, merge, recipes
 from kits.method_kit import Case, MethodKit, kit_of, make_settings, method_named
-from kits.method_table import DOCUMENT, with_table
+from kits.method_table import COPIED_DOCUMENT, DOCUMENT, with_copied_formats, with_table
 from numpy.typing import NDArray
 
 from raymerge.api import AuditOptions, audit
@@ -445,6 +445,9 @@ def test_passthrough_without_a_scale_copies_nothing() -> None:
     assert result.data_ptr() == source.data_ptr()
 
 
-def test_documentation_has_the_table() -> None:
-    """``make format`` writes it."""
+def test_documentation_has_the_tables() -> None:
+    """``make format`` writes them."""
     assert DOCUMENT.read_text() == with_table(DOCUMENT.read_text(), methods().values())
+    text = COPIED_DOCUMENT.read_text()
+    assert "| GPTQ |" in text
+    assert text == with_copied_formats(text)
