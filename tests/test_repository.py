@@ -15,6 +15,7 @@ import pytest
 
 import raymerge
 from raymerge.methods import methods
+from raymerge.recipes.settings import OUT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "raymerge"
@@ -106,6 +107,12 @@ def test_the_makefile_parses_and_continuous_integration_calls_it() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
     assert script.read_text(encoding="utf-8").rstrip().endswith("make test")
+
+
+def test_the_recipe_language_lists_every_format_of_an_output() -> None:
+    lines = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines()
+    (line,) = (each for each in lines if each.startswith("| `out_format` |"))
+    assert set(OUT_FORMATS) <= set(re.findall(r"`(\w+)`", line))
 
 
 def test_every_method_has_a_recipe_of_its_name() -> None:
