@@ -93,15 +93,15 @@ def joined_notes(joined: Joined, sources: Sequence[Source]) -> Iterator[str]:
 
 def several_formats(outputs: Sequence[Output], donor: Source) -> Iterator[str]:
     """A note where matrices that vLLM joins are stored in several formats, and are not so in the donor."""
-    known, forms = donor.checkpoint.packed, {each.name: _stored_as(each.packed) for each in outputs}
-    changed = (name for name, form in forms.items() if form != _stored_as(known.get(name)))
-    joined = dict.fromkeys(joined_matrix(name, donor.rules) for name in changed)
-    mixed = dict[JoinedMatrix, dict[str, str]]()
-    for matrix in filter(None, joined):
-        weights = (f"{part}.weight" for part in matrix.parts)
-        own = {name: forms[name] for name in weights if name in forms}
-        if len(set(own.values())) > 1:
-            mixed[matrix] = own
+    known = donor.checkpoint.packed
+    changed = (each for each in outputs if _stored_as(each.packed) != _stored_as(known.get(each.name)))
+    matrices = filter(None, {joined_matrix(each.name, donor.rules) for each in changed})
+    joined = {f"{part}.weight": matrix for matrix in matrices for part in matrix.parts}
+    forms: dict[JoinedMatrix, dict[str, str]] = {}
+    for output in outputs if joined else ():
+        if (matrix := joined.get(output.name)) is not None:
+            forms.setdefault(matrix, {})[output.name] = _stored_as(output.packed)
+    mixed = {matrix: own for matrix, own in forms.items() if len(set(own.values())) > 1}
     if not mixed:
         return
     matrix, own = next(iter(mixed.items()))
