@@ -215,7 +215,9 @@ def load_rules(model_type: str | None) -> Rules:
         projections={**_by_word(general["projections"]), **_by_word(own.get("projections", {}))},
         fused={**general["fused"]["layouts"], **own.get("fused", {}).get("layouts", {})},
         is_out_in=family in general["fused"]["out_in"],
-        expert_format=_expert_format(family),
+        expert_format=next(
+            (entry["experts"] for entry in general["quantised"] if family in entry["families"]), ""
+        ),
         plain=_any(_gathered(general["plain"], family, "patterns")),
         joined={
             word: tuple(words) for words in _gathered(general["joined"], family, "modules") for word in words
@@ -231,11 +233,6 @@ def load_rules(model_type: str | None) -> Rules:
         ties=tuple(map(tuple, (*own.get("ties", {}).get("pairs", ()), *general["ties"]["pairs"]))),
         depth=_depth({**general["depth"], **own.get("depth", {})}),
     )
-
-
-def _expert_format(model_type: str | None) -> str:
-    formats = _GENERAL["quantised"]["experts"].items()
-    return next((name for name, families in formats if model_type in families), "")
 
 
 def rules_of(config: Mapping[str, Any]) -> Rules:
