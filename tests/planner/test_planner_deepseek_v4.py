@@ -302,6 +302,12 @@ def test_experts_change_their_format_with_what_the_config_says_of_them(version: 
     assert "expert_dtype" not in {**plain, **plain.get("text_config", {})}
 
 
+def test_experts_of_an_unlisted_family_stay_in_their_own_layout(tmp_path: Path) -> None:
+    root = small_v4(tmp_path / "a", {**SMALL_CONFIG, "model_type": "nobody_knows"}, experts="fp4")
+    made = good(one(root, out_format=[{"role": "expert", "value": "mxfp4"}, "same"]))
+    assert {made.method(name) for name in made.names()} == {"copy"}
+
+
 def test_experts_in_two_formats_have_no_config(tmp_path: Path) -> None:
     """Loaders go by ``expert_dtype`` alone, which is one for layers and ``mtp``."""
     roots = {experts: small_v4(tmp_path / experts, experts=experts) for experts in EXPERTS}

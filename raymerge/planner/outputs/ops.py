@@ -255,7 +255,11 @@ class OutFormats:
 def _layout(form: Format, own: LogicalTensors) -> Format:
     # Layouts of stacks are no modules'.
     alike = [each for each in formats() if each.recipe_name == form.name and not each.scales_stack]
-    usual = [each for each in alike if not each.for_experts_only or each.name == own.expert_format]
+    usual = [
+        each
+        for each in alike
+        if not each.for_experts_only or each in own.formats or each.name == own.expert_format
+    ]
     return min(
         usual, key=lambda each: (each not in own.formats, each.name != own.expert_format), default=form
     )
