@@ -203,6 +203,7 @@ UNNAMED = {"quantization_config": {"a": 1}}
         ({"weight": (DType.I8, (2, 16)), "scale": (DType.F8_E8M0, (2, 1))}, UNNAMED, "mxfp4"),
         ({"weight": (DType.U8, (2, 2))}, UNNAMED, "U8 codes"),
         ({"qweight": (DType.I32, (2, 2)), "qzeros": (DType.I32, (1, 1))}, {}, "GPTQ or AWQ"),
+        ({"qweight": (DType.I32, (2, 2)), "qzeros": (DType.I32, (1, 1))}, SOME, "some"),
         ({"qweight": (DType.I32, (4, 32)), "g_idx": (DType.I32, (32,))}, {}, "GPTQ"),
         ({"weight": (DType.F8_E5M2, (2, 2))}, {}, "FP8 e5m2"),
         ({"weight": (DType.F8_E4M3FNUZ, (2, 2)), "weight_scale": f32()}, DECLARED, "FP8 e4m3fnuz"),

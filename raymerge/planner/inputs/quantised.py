@@ -195,8 +195,11 @@ class _Naming:
         by_dtype = (each.title for each in self._others if each.has_dtype(group))
         named = sorted(self._named, key=lambda each: not each.is_of(group))
         by_endings = (each.title for each in self._others if each.is_of(group))
-        titles = chain(by_dtype, (each.title for each in named), self._read(group), by_endings)
-        return next(titles, None) or self._method or _by_codes(group)
+        by_name = (each.title for each in named)
+        # A method that nobody knows may share endings with those that are known.
+        method = filter(None, [self._method])
+        titles = chain(by_dtype, by_name, self._read(group), method, by_endings)
+        return next(titles, None) or _by_codes(group)
 
     def _read(self, group: Sequence[StoredTensor]) -> Iterator[str]:
         """The formats that are read whose parts a module has, if any: those with the most parts."""
