@@ -528,6 +528,16 @@ def test_all_parts_of_codes_that_are_only_copied_are_refused_by_one_name(kind: s
     assert {made.method(name) for name in parts} == {"copy"}
 
 
+@pytest.mark.parametrize("ending", ["input_scale", "activation_scale", "act_scale"])
+def test_scales_of_inputs_come_with_codes_that_are_only_copied(ending: str, tmp_path: Path) -> None:
+    """They are not taken from all, as those of codes that are read are."""
+    parts, table, _ = ONLY_COPIED["INT8 by tensor"]
+    scaled = {**parts, f"{Q}.{ending}": f32(1)}
+    a, b = (_model(tmp_path / each, scaled, quantization_config=table) for each in "ab")
+    rule = {"glob": f"{Q}.weight*", "merge_method": "passthrough", "sources": [str(b)]}
+    assert any(f"{Q}.{ending} F32[1]" in each for each in refusals({**linear(a, b), "methods": [rule]}))
+
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 

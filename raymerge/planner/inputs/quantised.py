@@ -20,7 +20,7 @@ from typing import Any
 from raymerge.architectures.rules import Role, quantisation_tables, rules_of
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.config import Declared
-from raymerge.checkpoints.quantisation.detect import QuantisedWeights, without_codes
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, QuantisedWeights, without_codes
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight
 from raymerge.checkpoints.quantisation.formats import formats, packed_tensors, read_declared
 from raymerge.checkpoints.source import Checkpoint
@@ -39,12 +39,12 @@ _FUSED_ENDING = re.compile(
     r"|qweight|bias)$"
 )
 _CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
-_INPUT_SCALE = re.compile(r"[._]input(_global)?_scale$")
-_CODES = ("", ".weight", ".weight_packed")
 _ADVICE = "Use a checkpoint converted to bfloat16 by the tool that made this one."
 _WEIGHT = ".weight"
+_CODES = frozenset(f"{before}{form.parts['codes']}" for form in formats() for before in ("", _WEIGHT))
+"""What names of codes end with behind that of their module."""
 _LONGEST_NAME = 40
-_PARTNERS = ("_blocks", "_scales", "_scale_inv", ".input_scale")
+_PARTNERS = ("_blocks", "_scales", "_scale_inv", *INPUT_SCALES)
 """Endings of parts of stacks of experts, whose names do not end with ".weight", and of scales of inputs."""
 
 
@@ -248,8 +248,9 @@ class PlainNumbers:
     def is_of_unread(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a scale of inputs belongs to codes that are only copied, and so comes with them."""
         unknown = self._weights[source].unknown
-        matrix = _INPUT_SCALE.sub("", tensor.name)
-        return matrix != tensor.name and any(f"{matrix}{each}" in unknown for each in _CODES)
+        ending = next(filter(tensor.name.endswith, INPUT_SCALES), "")
+        module = tensor.name.removesuffix(ending)
+        return bool(ending) and any(f"{module}{each}" in unknown for each in _CODES)
 
     def is_integer(self, source: int, tensor: StoredTensor) -> bool:
         return not tensor.dtype.is_mergeable and not self.is_quantised(source, tensor)
