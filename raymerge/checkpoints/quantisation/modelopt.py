@@ -72,10 +72,12 @@ _FRESH: Mapping[Format, str] = MappingProxyType(
     {MXFP8: "MXFP8", NVFP4_MODELOPT: "W4A16_NVFP4", NVFP4_STACK: "W4A16_NVFP4"}
 )
 """Algorithms of what is made of plain numbers, which tell nothing of scales of inputs."""
+_OF_ALGORITHM = frozenset({"has_zero_point"})
+"""Known fields that tell more of the algorithm, and stay as long as that does."""
 _KEYS = frozenset(
     [
         *("quant_method", "quant_algo", "group_size", "config_groups", "quantized_layers", "producer"),
-        *(*_CACHE, "has_zero_point", *_GLOBS),
+        *(*_CACHE, *_GLOBS, *_OF_ALGORITHM),
     ]
 )
 _FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -111,7 +113,7 @@ def as_hf_quant_config(table: Mapping[str, Any], before: Mapping[str, Any]) -> d
     stated = {key: table[key] for key in ("group_size", "quantized_layers") if table.get(key)}
     # What else the file says is of the algorithm that it names.
     is_same = given.get("quant_algo") == table.get("quant_algo")
-    others = {key: each for key, each in given.items() if key not in _KEYS or key == "has_zero_point"}
+    others = {key: each for key, each in given.items() if key not in _KEYS - _OF_ALGORITHM}
     quantization = {
         "quant_algo": table.get("quant_algo"),
         "kv_cache_quant_algo": _cache_algorithm(table, given),
