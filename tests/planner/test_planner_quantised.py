@@ -489,7 +489,7 @@ def test_a_stack_in_an_unknown_order_is_refused(tmp_path: Path) -> None:
 
 
 STACK = "model.layers.0.feed_forward.experts.down_proj"
-ONLY_COPIED: dict[str, tuple[Specs, dict[str, Any], str]] = {
+ONLY_COPIED: dict[str, tuple[Specs, dict[str, Any] | None, str]] = {
     "NVFP4 in a stack": (
         {
             STACK: (DType.U8, (2, 16, 6)),
@@ -503,6 +503,20 @@ ONLY_COPIED: dict[str, tuple[Specs, dict[str, Any], str]] = {
         {STACK: f8(2, 32, 6), f"{STACK}_weight_scale": f32(2)},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         "FP8 in stacks of experts",
+    ),
+    "FP8 that the config does not allow": (
+        {STACK: f8(2, 32, 6), f"{STACK}_weight_scale": f32()},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "fp8_tensor in stacks of experts by their layout, where config.json says modelopt (ModelOpt nvfp4)",
+    ),
+    "NVFP4 without a table": (
+        {
+            STACK: (DType.U8, (2, 16, 6)),
+            f"{STACK}_weight_scale": f8(2, 2, 6),
+            f"{STACK}_weight_scale_2": f32(),
+        },
+        None,
+        "ModelOpt nvfp4 in stacks of experts by their layout, where config.json has no quantization_config",
     ),
     "FP8 in a stack with _scale": (
         {STACK: f8(2, 32, 6), f"{STACK}_scale": f32()},

@@ -181,6 +181,12 @@ class Search:
         """Note tensors, as far as they are there, as of a variant that is not read."""
         self._unknown.update((name, variant) for name in names if name in self.stored)
 
+    def undeclared(self, module: str, form: Format) -> str:
+        """The variant of what is laid out as in a format that the config does not allow there."""
+        declared = self.declared_of(module)
+        says = f"says {declared}" if declared.method else "has no quantization_config"
+        return f"{form.word} by their layout, where {_CONFIG} {says}"
+
     def partner(self, codes: StoredTensor, possible: Sequence[str]) -> StoredTensor | None:
         """The scales of some codes; None, with a fault, where there are none or several."""
         present = [self.stored[name] for name in possible if name in self.stored]

@@ -233,8 +233,11 @@ def _add(search: Search, codes: StoredTensor) -> None:
     is_stack = len(codes.shape) > 2 and scales.num_elements == 1 and not scales.name.endswith("_inv")
     rows, columns = codes.shape[-2:] if len(codes.shape) > 1 else (1, 1)
     stacked: PackedForm = FP8_STACK, (rows, columns), codes.shape
-    if is_stack and scales.name == f"{name}_weight_scale" and declared.allows(*stacked):
+    is_modelopt = is_stack and scales.name == f"{name}_weight_scale"
+    if is_modelopt and declared.allows(*stacked):
         search.add(name, codes, scales, others, stacked)
+    elif is_modelopt:
+        search.refuse((name, scales.name, *others), search.undeclared(name, FP8_STACK))
     elif scales.name == f"{name}_weight_scale" or (is_stack and not scales.shape):
         search.refuse((name, scales.name, *others), _STACK)
     elif blocks is None:

@@ -329,9 +329,12 @@ def _add_stack(search: Search, codes: StoredTensor) -> None:
     endings = ("_weight_scale_2", *INPUT_SCALES)
     others = tuple(each for ending in endings if (each := f"{name}{ending}") in search.stored)
     stacked: PackedForm = NVFP4_STACK, NVFP4_STACK.block, (experts, 2 * pairs, columns)
-    is_one = whole is not None and whole.num_elements == 1 and search.declared_of(name).allows(*stacked)
-    if is_one and scales.shape == (experts, -(-pairs // 8), columns):
+    is_one = whole is not None and whole.num_elements == 1
+    is_modelopt = is_one and scales.shape == (experts, -(-pairs // 8), columns)
+    if is_modelopt and search.declared_of(name).allows(*stacked):
         search.add(name, codes, scales, others, stacked)
+    elif is_modelopt:
+        search.refuse((name, scales.name, *others), search.undeclared(name, NVFP4_STACK))
     elif scales.shape in ((experts, -(-pairs // 8), columns), (experts, pairs, -(-columns // 8))):
         search.refuse((name, scales.name, *others), _STACK)
     else:
