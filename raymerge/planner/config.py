@@ -279,10 +279,13 @@ class _Quantisation:
             return config, Problem(where, *objection)
         plain = self._plain_matrices()
         plain += self._plain_experts(self._outputs, plain)
-        fresh = fresh_table(self._quant_specs(), self._cache_scheme(next(iter(tables), {})))
+        cache = self._cache_scheme(next(iter(tables), {}))
+        fresh = fresh_table(self._quant_specs(), cache)
         method = method_of(fresh)
         if fresh is None or method is None:
-            return config, Problem(where, *self._several_formats())
+            without_cache = fresh_table(self._quant_specs(), None)
+            objection = self._several_formats() if without_cache is None else self._cached()
+            return config, Problem(where, *objection)
         _list_plain(fresh, method, plain, replaced=True)
         experts = self._fresh_expert_dtype(method)
         return {**without_tables(config), **experts, QUANTISATION_TABLES[0]: fresh}, None
@@ -406,6 +409,15 @@ class _Quantisation:
             "together.",
             "Choose one format for all that is quantised, such as 'out_format: fp8_block', or have lines of "
             "out_format with 'value: bf16' for all but one.",
+        )
+
+    def _cached(self) -> tuple[str, str]:
+        form = next(iter(self._packed.values())).quant_spec.format.word
+        return (
+            f"{self._donor.name} caches keys and values as codes (kv_cache_scheme), which the "
+            f"quantization_config of tensors stored as {form} cannot say.",
+            "Choose another format, or take kv_cache_scheme and kv_cache_quant_algo out of its config.json "
+            "and hf_quant_config.json.",
         )
 
     def _unread_objection(self) -> tuple[str, str]:

@@ -368,6 +368,7 @@ def test_the_scheme_of_keys_and_values_stays_as_the_donor_has_it(has_scales: boo
     assert said == ""
     assert fresh["format"] == "pack-quantized"
     assert fresh["kv_cache_scheme"] == _CACHE
+    assert _planned(model, "fp8_block")[0]["kv_cache_scheme"] == _CACHE
 
 
 _STORED: dict[str, tuple[Parts, Mapping[str, Any] | None]] = {

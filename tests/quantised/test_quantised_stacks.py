@@ -217,6 +217,18 @@ def test_methods_that_need_each_expert_make_plain_numbers(
     assert "quantization_config" not in read_config(tmp_path / "plain")
 
 
+def test_a_scheme_of_cached_keys_has_no_place_in_the_table_of_mxfp4(tmp_path: Path) -> None:
+    layout = LAYOUTS[1]
+    root = _model(tmp_path / "a", 1, layout).root
+    forms = [{"glob": "*gate_up_proj", "value": "mxfp4"}, "bf16"]
+    assert not plan(one_model(root, out_format=forms)).problems
+    config = layout.config
+    config["quantization_config"]["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    write_checkpoint(tmp_path / "b", read_tensors(root), config, extra=TOKENIZER_FILES)
+    (problem,) = plan(one_model(tmp_path / "b", out_format=forms)).problems
+    assert "caches keys and values as codes (kv_cache_scheme)" in str(problem)
+
+
 def test_a_copied_stack_has_its_own_scales(layout: Layout, parents: list[Model], tmp_path: Path) -> None:
     rule = {"role": "expert", "merge_method": "passthrough", "sources": [str(parents[0].root)]}
     merge({**_weighted(parents, 1, 1), "methods": [rule]}, tmp_path / "out")

@@ -169,7 +169,9 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
     )
 
 
-def _fresh_table(quant_specs: Mapping[str, QuantSpec], _: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _fresh_table(
+    quant_specs: Mapping[str, QuantSpec], cache: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
     """DeepSeek-V3's table, which is also for experts in MXFP4 (V4)."""
     blocks = [each for each in quant_specs.values() if each.format == FP8_BLOCK]
     others = {each.format for each in quant_specs.values()} - {FP8_BLOCK, mxfp4.MXFP4_BYTES}
@@ -180,6 +182,7 @@ def _fresh_table(quant_specs: Mapping[str, QuantSpec], _: Mapping[str, Any] | No
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
+        **({} if cache is None else {"kv_cache_scheme": dict(cache)}),
         "modules_to_not_convert": [],
         "quant_method": "fp8",
         **({"scale_fmt": "ue8m0"} if has_powers else {}),

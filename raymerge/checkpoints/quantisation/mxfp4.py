@@ -98,8 +98,10 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
     )
 
 
-def _fresh_table(quant_specs: Mapping[str, QuantSpec], _: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if any(each.format != MXFP4 for each in quant_specs.values()):
+def _fresh_table(
+    quant_specs: Mapping[str, QuantSpec], cache: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    if cache is not None or any(each.format != MXFP4 for each in quant_specs.values()):
         return None
     return {"modules_to_not_convert": [], "quant_method": "mxfp4"}
 
