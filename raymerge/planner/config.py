@@ -311,7 +311,10 @@ class _Quantisation:
         tables = [section[table] for table, section in _tables(result)]
         # Loaders take experts for FP4 where it is absent.
         for place in [each for each in (*levels, *tables) if EXPERT_DTYPE in each] or [result]:
-            place[EXPERT_DTYPE] = self._has_experts or method.expert_dtype
+            if stated := self._has_experts or method.expert_dtype:
+                place[EXPERT_DTYPE] = stated
+            else:
+                place.pop(EXPERT_DTYPE, None)
         return result
 
     def _fresh_expert_dtype(self, method: QuantMethod) -> dict[str, str]:
