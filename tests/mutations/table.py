@@ -449,6 +449,8 @@ MUTATIONS = (
         STACKS,
     ),
     Mutation("planner/outputs/ops.py", "only is None and len(blocks) == 1", "True", STACKS),
+    Mutation("planner/outputs/ops.py", "each in own.formats or ", "", "planner/test_planner_deepseek_v4.py"),
+    Mutation("checkpoints/quantisation/mxfp4.py", "cache is not None or any(", "any(", STACKS),
     Mutation(
         "planner/outputs/outputs.py",
         "is_scale and not self._plain.is_of_unread(source, lead)",

@@ -200,7 +200,7 @@ def test_methods_that_need_each_expert_make_plain_numbers(
     (problem,) = plan(recipe).problems
     assert "2 tensors are" in str(problem)
     assert "with one scale for all" in str(problem)
-    assert "(here: slerp)" in str(problem)
+    assert "slerp does not look at each element alone" in str(problem)
     merge({**recipe, "out_format": [{"role": "expert", "value": "bf16"}, "same"]}, tmp_path / "out")
     found = read_tensors(tmp_path / "out")
     for name, first in parents[0].values.items():
@@ -215,6 +215,25 @@ def test_methods_that_need_each_expert_make_plain_numbers(
         assert torch.equal(stored[name], torch.from_numpy(values.copy()).float().bfloat16())
     assert not [name for name in stored if "scale" in name]
     assert "quantization_config" not in read_config(tmp_path / "plain")
+
+
+def test_experts_that_are_stored_one_by_one_are_named(tmp_path: Path) -> None:
+    layout = LAYOUTS[0]
+    root = _model(tmp_path / "a", 1, layout).root
+    tensors = read_tensors(_model(tmp_path / "b", 2, layout, is_plain=True).root)
+    gate, up = tensors.pop(f"{layout.experts}.gate_up_proj").chunk(2, dim=2)
+    stacks = {"gate": gate, "up": up, "down": tensors.pop(f"{layout.experts}.down_proj")}
+    tensors |= {
+        f"{layout.experts}.{number}.{word}_proj.weight": matrix.mT.contiguous()
+        for word, matrices in stacks.items()
+        for number, matrix in enumerate(matrices)
+    }
+    config = {key: each for key, each in layout.config.items() if key != "quantization_config"}
+    write_checkpoint(tmp_path / "c", tensors, config, extra=TOKENIZER_FILES)
+    (problem,) = plan(mean_of(root, tmp_path / "c")).problems
+    assert "2 tensors are ModelOpt nvfp4 in stacks" in str(problem)
+    assert f"in {tmp_path / 'c'} the experts lie in another order" in str(problem)
+    assert "linear" not in str(problem)
 
 
 def test_a_scheme_of_cached_keys_has_no_place_in_the_table_of_mxfp4(tmp_path: Path) -> None:

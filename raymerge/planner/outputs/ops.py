@@ -333,7 +333,7 @@ class OpMaker:
             blocks = self._unknown_layout(chosen, lead, settings)
         elif only is None and settings is not None and self._is_one_run(chosen, settings, written):
             blocks = (self._whole(chosen, form),)
-        if blocks is None or not self._have_scales(chosen, blocks, written.quant_spec, only=only):
+        if blocks is None or not self._have_scales(chosen, blocks, settings, written.quant_spec, only=only):
             return None
         if only is not None:
             blocks = [block for number, block in enumerate(blocks) if number in only]
@@ -404,6 +404,7 @@ class OpMaker:
         self,
         chosen: BoundOutput,
         blocks: Sequence[Block],
+        settings: Settings | None,
         quant_spec: QuantSpec | None,
         *,
         only: Collection[int] | None,
@@ -414,7 +415,7 @@ class OpMaker:
             return True
         if quant_spec.format.scales_stack:
             is_whole = only is None and len(blocks) == 1
-            return is_whole or self._part_of_stack(chosen, quant_spec)
+            return is_whole or self._part_of_stack(chosen, settings, quant_spec, is_part=only is not None)
         aligned = chosen.aligned
         size, is_one = quant_spec.rows * quant_spec.columns, quant_spec.tensor_scale_dtype is not None
         if all(
@@ -430,20 +431,20 @@ class OpMaker:
     def _is_one_run(self, chosen: BoundOutput, settings: Settings, written: OutputEncoding) -> bool:
         """Whether a fused tensor is made as one logical tensor: elementwise, from tensors in the same element
         order."""
-        aligned, method = chosen.aligned, chosen.assignment.method
-        source, quant_spec = aligned.span.lead.source, written.quant_spec
-        if aligned.lead not in self._logical[source].stacked or self._logical[source].is_alone(aligned.lead):
+        lead, own = chosen.aligned.lead, self._logical[chosen.aligned.span.lead.source]
+        if lead not in own.stacked or own.is_alone(lead) or not _is_by_element(chosen, settings):
             return False
-        if method.random or method.access_with(settings) is not Access.ELEMENT:
-            return False
-        order = self._logical[source].element_order(
-            aligned.lead, None if quant_spec is None else quant_spec.format
-        )
-        return (
-            order is not None
-            and _runs_on(quant_spec)
-            and all(self._has_order(member.source, name, order) for member, name in chosen.members)
-        )
+        return _runs_on(written.quant_spec) and not self._in_other_order(chosen, written.quant_spec)
+
+    def _in_other_order(self, chosen: BoundOutput, quant_spec: QuantSpec | None) -> list[int]:
+        """The sources that do not have a fused tensor in one piece whose elements are in the lead's order."""
+        aligned, form = chosen.aligned, None if quant_spec is None else quant_spec.format
+        order = self._logical[aligned.span.lead.source].element_order(aligned.lead, form)
+        return [
+            member.source
+            for member, name in chosen.members
+            if order is None or not self._has_order(member.source, name, order)
+        ]
 
     def _has_order(self, source: int, name: str, order: ElementOrder) -> bool:
         own, quant_spec = self._logical[source], self._logical[source].quant_spec(name)
@@ -460,20 +461,35 @@ class OpMaker:
         place = Place(lead, 0, count, own.shape_in(aligned.lead, form), None)
         return Block(0, count, ((aligned.lead, place),))
 
-    def _part_of_stack(self, chosen: BoundOutput, quant_spec: QuantSpec) -> bool:
+    def _part_of_stack(
+        self, chosen: BoundOutput, settings: Settings | None, quant_spec: QuantSpec, *, is_part: bool
+    ) -> bool:
+        if settings is None and not is_part:
+            return True  # whether they would be made at once hangs on the settings
         aligned = chosen.aligned
+        why, remedy = self._why_not_at_once(chosen, settings, quant_spec, is_part=is_part)
         self._findings.tensor(
             self._sources[aligned.span.lead.source].name,
             f"{{count}} tensors are {quant_spec.format.word} with one scale for all, which only the largest "
-            "number of all of them tells: they are only made at once, from stacks in the same order, by a "
-            f"method that looks at each element alone (here: {chosen.assignment.method.name})",
-            "Use such a method for all experts (linear, task_arithmetic), store them as plain numbers "
-            "(out_format: [{role: expert, value: bf16}, same]), or take them from one source unchanged "
-            "(merge_method: passthrough, without dtype).",
+            f"number of all of them tells, so that they are only made at once, and {why}",
+            f"{remedy}, store them as plain numbers (out_format: [{{role: expert, value: bf16}}, same]), or "
+            "take them from one source unchanged (merge_method: passthrough, without dtype).",
             example=f"{aligned.lead} {list(quant_spec.shape)}",
-            key="one scale of a stack",
         )
         return False
+
+    def _why_not_at_once(
+        self, chosen: BoundOutput, settings: Settings | None, quant_spec: QuantSpec, *, is_part: bool
+    ) -> tuple[str, str]:
+        if is_part:
+            return "the recipe makes some of their matrices in another way", "Make all of them in one way"
+        if settings is None or not _is_by_element(chosen, settings):
+            what = f"{chosen.assignment.method.name} does not look at each element alone"
+            return what, "Use a method that does (linear, task_arithmetic)"
+        others = self._in_other_order(chosen, quant_spec) or [chosen.aligned.span.lead.source]
+        names = " and ".join(dict.fromkeys(self._sources[each].name for each in others))
+        what = f"in {names} the experts lie in another order, or not in one tensor"
+        return what, "Use models that store them in the same way"
 
     def _several_scales(self, source: int, name: str, quant_spec: QuantSpec) -> None:
         held = self._sources[source]
@@ -574,6 +590,11 @@ class OpMaker:
             example=f"{other.tensor.name} is {list(other.shape)} here and {list(shape)} there",
             key="shape",
         )
+
+
+def _is_by_element(chosen: BoundOutput, settings: Settings) -> bool:
+    method = chosen.assignment.method
+    return not method.random and method.access_with(settings) is Access.ELEMENT
 
 
 def _runs_on(quant_spec: QuantSpec | None) -> bool:
