@@ -33,6 +33,7 @@ from kits.packed_headers import (
 from kits.plan_maker import Specs, header_checkpoint
 
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from raymerge.checkpoints.quantisation.config import Declared, Modules, Scheme
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Format
@@ -584,6 +585,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "weight_block_size": [128, 128],
     },
 }
+
+
+def test_no_module_has_no_table_of_groups() -> None:
+    assert COMPRESSED_TENSORS.fresh_table({}, None) is None
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

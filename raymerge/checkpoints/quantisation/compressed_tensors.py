@@ -176,8 +176,10 @@ def _fresh_table(
 ) -> dict[str, Any] | None:
     """A table of one group, as in Kimi-K2-Thinking."""
     kinds = {each.kind for each in quant_specs.values()}
-    form, block = next(iter(kinds))
-    if len(kinds) > 1 or form not in _WORDS:
+    if len(kinds) != 1:
+        return None
+    ((form, block),) = kinds
+    if form not in _WORDS:
         return None
     stored_as, kind, strategy = _WORDS[form]
     has_bytes = form.code_bits == 8
