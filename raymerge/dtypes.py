@@ -12,7 +12,7 @@ class DType(StrEnum):
     bits: int
     torch_name: str | None
     numpy_name: str
-    """"" where numpy has no such type."""
+    """Empty where numpy has no such type."""
     is_mergeable: bool
     """Whether it is a plain floating point type, fit for arithmetic."""
     is_narrow_float: bool

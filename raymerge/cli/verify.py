@@ -176,7 +176,7 @@ def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:
     if not verdict.structure.are_tensors_sound:
         return ["Its structure is not sound, so nothing else was looked at."]
     near = f", {verdict.near} of them near a threshold, where either side was taken" if verdict.near else ""
-    codes = f"; codes are at most {verdict.farthest:.3g} of a code away" if verdict.farthest else ""
+    codes = f"; codes are at most {verdict.farthest:.3g} of a code step off" if verdict.farthest else ""
     lines = [
         f"{format_size(verdict.digested)} read again and compared with the digests of the ledger; "
         f"{format_size(verdict.compared)} of it with the bytes of sources",

@@ -280,14 +280,14 @@ def _add_packed(search: Search, codes: StoredTensor) -> None:
     endings = tuple([ending for ending in _PARTS[2:] if f"{module}{ending}" in stored])
     scales = stored.get(f"{module}{_SCALE}")
     own = None if scales is None else (scales.dtype, scales.shape)
-    says = search.shapes.get(f"{module}{int4.SHAPE_ENDING}"), id(search.declared.of(module))
+    stated = search.shapes.get(f"{module}{int4.SHAPE_ENDING}"), id(search.declared.of(module))
     # All that the answer hangs on.
-    kind = (codes.dtype, codes.shape, own, endings, says)
+    kind = (codes.dtype, codes.shape, own, endings, stated)
     if kind not in search.memo:
-        found = _packed_form(search, codes, module)
-        if found is None:
+        packed = _packed_form(search, codes, module)
+        if packed is None:
             return
-        search.memo[kind] = found
+        search.memo[kind] = packed
     form, padding = search.memo[kind]
     others = tuple([f"{module}{ending}" for ending in endings])
     search.add(f"{module}{_WEIGHT}", codes, stored[f"{module}{_SCALE}"], others, form, padding=padding)

@@ -78,7 +78,8 @@ def config_problems(checkpoint: Checkpoint, weights: QuantisedWeights | None = N
     yield from _head_problems(checkpoint, rules, where)
     if main is not None:
         yield from _layer_problems(checkpoint, main, rules, where)
-    weights = weights or packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
+    if weights is None:
+        weights = packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
     yield from weights.faults
     yield from _input_scale_problems(weights, where)
 
