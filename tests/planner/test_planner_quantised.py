@@ -110,6 +110,28 @@ def test_a_declared_format_is_refused_whole_and_by_its_own_name(tmp_path: Path, 
     good(one(a))
 
 
+@pytest.mark.parametrize("is_lead", [True, False])
+def test_codes_that_have_no_counterpart_are_refused_by_the_name_of_their_format(
+    tmp_path: Path, is_lead: bool
+) -> None:
+    """Else all of a parent's codes might be left out, as tensors that the other one lacks."""
+    table = {"quantization_config": {"quant_method": "gptq"}}
+    coded = _model(tmp_path / "coded", _in_q(FORMATS["gptq"]), **table)
+    weight: Specs = {f"{Q}.weight": (DType.BF16, (32, 32)), f"{Q}.bias": (DType.BF16, (32,))}
+    plain = _model(tmp_path / "plain", weight)
+    parents = [coded, plain] if is_lead else [plain, coded]
+    left_out = {"base_model": str(parents[0]), "missing_tensors": "copy_base", "extra_tensors": "drop"}
+    for recipe in (linear(*parents), linear(*parents, **left_out)):
+        (problem,) = refusals(recipe)
+        assert problem.startswith(f"{coded}: ")
+        assert "tensors are quantised as GPTQ," in problem
+        assert "gptqmodel" in problem
+    unchanged = {
+        "methods": [{"glob": f"{Q}*", "merge_method": "passthrough", "sources": [left_out["base_model"]]}]
+    }
+    good(linear(*parents, **left_out, **unchanged))
+
+
 @pytest.mark.parametrize("method", FORMATS)
 def test_a_format_that_nobody_declares_is_refused_whole_all_the_same(tmp_path: Path, method: str) -> None:
     found = _formats(tmp_path / "a", _in_q(FORMATS[method]))

@@ -17,7 +17,8 @@ from importlib.resources import files
 from itertools import chain
 from typing import Any
 
-from raymerge.architectures.rules import Role, quantisation_tables, rules_of
+from raymerge.architectures.roles import logical_name
+from raymerge.architectures.rules import Role, Rules, quantisation_tables, rules_of
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, QuantisedWeights, without_codes
@@ -135,6 +136,11 @@ def _module(name: str, checkpoint: Checkpoint) -> str:
     return above if word in _CODEBOOK_MODULES or parent in checkpoint.tensors else parent
 
 
+def _matrix(name: str, rules: Rules) -> str:
+    """The canonical name of a module's weight, by either's name."""
+    return logical_name(f"{name.removesuffix(_WEIGHT)}{_WEIGHT}", rules)
+
+
 @dataclass(frozen=True, slots=True)
 class OtherMethod:
     """A way of publishing weights that is copied and not read; see ``other_methods.toml``."""
@@ -241,6 +247,7 @@ class PlainNumbers:
         self.are_plain = [not (own.tensors or own.unknown) for own in self._weights]
         others = () if all(self.are_plain) else other_methods()
         self._advice = {each.title: each.advice for each in others}
+        self._unread: dict[int, Mapping[str, Sequence[StoredTensor]]] = {}
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
         return tensor.name in self._weights[source].unknown or self._weight(source, tensor) is not None
@@ -251,6 +258,27 @@ class PlainNumbers:
         ending = next(filter(tensor.name.endswith, INPUT_SCALES), "")
         module = tensor.name.removesuffix(ending)
         return bool(ending) and any(f"{module}{each}" in unknown for each in _CODES)
+
+    def unread_parts(self, source: int, name: str) -> Sequence[StoredTensor]:
+        """What a source has in place of a tensor that it lacks, in a format that is not read; () for nothing.
+
+        Such codes have names of their own, by which nobody asks for them."""
+        if source not in self._unread:
+            checkpoint, rules = self._sources[source].checkpoint, self._sources[source].rules
+            parts: dict[str, list[StoredTensor]] = {}
+            for part in self._weights[source].unknown:
+                matrix = _matrix(_module(part, checkpoint), rules)
+                parts.setdefault(matrix, []).append(checkpoint.tensors[part])
+            self._unread[source] = parts
+        held = self._unread[source]
+        return held.get(_matrix(name, self._sources[source].rules), ()) if held else ()
+
+    def matrix_of(self, source: int, part: str) -> str:
+        """The canonical name of the weight that codes or scales of a format that is not read belong to; ""
+        for other tensors."""
+        if part not in self._weights[source].unknown:
+            return ""
+        return _matrix(_module(part, self._sources[source].checkpoint), self._sources[source].rules)
 
     def is_integer(self, source: int, tensor: StoredTensor) -> bool:
         return not tensor.dtype.is_mergeable and not self.is_quantised(source, tensor)

@@ -552,6 +552,8 @@ class OpMaker:
         )
 
     def missing(self, chosen: BoundOutput, member: Member, name: str) -> None:
+        if self._is_in_other_form(chosen.aligned, member, name):
+            return
         source = self._sources[member.source]
         lead = self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
@@ -562,6 +564,28 @@ class OpMaker:
             example=name,
             key="missing",
         )
+
+    def _is_in_other_form(self, aligned: Aligned, member: Member, name: str) -> bool:
+        """Whether a member has a tensor that it lacks by this name, and it or the lead has the codes in a
+        format that is not read, as a finding says."""
+        merged = Disposition(Use.MERGED, Rule.METHOD, aligned.output)
+        if unread := self.plain.unread_parts(member.source, name):
+            self.plain.check(member.source, max(unread, key=lambda each: each.num_elements))
+            for part in unread:
+                self._dispositions.settle(member.source, part.name, merged)
+        elif (numbers := self.numbers_of_unread(aligned, member, name)) is not None:
+            lead = aligned.span.lead.source
+            self.plain.check(lead, self._sources[lead].checkpoint.tensors[aligned.lead])
+            self.settle(numbers, member.source, merged)
+        else:
+            return False
+        return True
+
+    def numbers_of_unread(self, aligned: Aligned, member: Member, name: str) -> ResolvedInput | None:
+        """What a member has in place of the lead's codes, where their format is not read."""
+        matrix = self.plain.matrix_of(aligned.span.lead.source, aligned.lead)
+        called = moved(aligned, matrix, name)
+        return self._resolver.find(member.source, called, called) if matrix else None
 
     def _fits(self, chosen: BoundOutput, member: Member, place: Place, other: Place) -> bool:
         if place.shape != other.shape:

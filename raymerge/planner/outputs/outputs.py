@@ -412,14 +412,21 @@ class OutputBuilder:
         return Output(aligned.output, stored.dtype, stored.shape, codes.ops, False, quantised)
 
     def _lacking(self, chosen: BoundOutput, names: Sequence[str]) -> bool:
-        """Whether some member stores a tensor neither by this name nor within another.
+        """Whether some member stores a tensor neither by this name nor within another, nor where it or the
+        lead has it in a format that is not read.
 
         ``names`` are logical tensors of it; empty for all."""
         return any(
             self._logical[member.source].stored(name) is None
             and None in self._elsewhere(chosen.aligned, member, name, names)
+            and not self._is_unread(chosen.aligned, member, name, names)
             for member, name in chosen.members
         )
+
+    def _is_unread(self, aligned: Aligned, member: Member, name: str, names: Sequence[str]) -> bool:
+        logical = self._logical_in(aligned, name, names)
+        is_unread = any(self._plain.unread_parts(member.source, each) for each in logical)
+        return is_unread or self._ops.numbers_of_unread(aligned, member, name) is not None
 
     def _held(self, aligned: Aligned) -> Iterator[tuple[int, str]]:
         for member, name in zip(aligned.span.members, aligned.names, strict=True):
@@ -433,10 +440,15 @@ class OutputBuilder:
     def _elsewhere(
         self, aligned: Aligned, member: Member, name: str, names: Sequence[str] = ()
     ) -> list[ResolvedInput | None]:
+        logical = self._logical_in(aligned, name, names)
+        return [self._resolver.find(member.source, name, each) for each in logical]
+
+    def _logical_in(self, aligned: Aligned, name: str, names: Sequence[str]) -> list[str]:
+        """What another source calls logical tensors that it has in ``name``; of all where none is given."""
         if not names:
             blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
             names = [logical for block in blocks for logical, _ in block.members]
-        return [self._resolver.find(member.source, name, moved(aligned, each, name)) for each in names]
+        return [moved(aligned, each, name) for each in names]
 
     def _settings(self, group: _Group) -> Settings | None:
         if group.settings is not None:
