@@ -228,6 +228,15 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
         compressed({**W8, "strategy": "channel", "symmetric": False}, format="int-quantized"),
         (INT8_ASYMMETRIC, (6, 30), (1, 30)),
     ),
+    "INT8 with zero points in one dimension": (
+        {
+            f"{X}.weight": (DType.I8, (6, 30)),
+            f"{X}.weight_scale": f32(6),
+            f"{X}.weight_zero_point": (DType.I8, (6,)),
+        },
+        compressed({**W8, "strategy": "channel", "symmetric": False}, format="int-quantized"),
+        (INT8_ASYMMETRIC, (6, 30), (1, 30)),
+    ),
     "INT4 beside wider integers": (
         {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.BF16, (6, 2))},
         compressed(W8, W4),

@@ -295,7 +295,9 @@ class QuantSpec:
 
     @property
     def zero_points_shape(self) -> tuple[int, ...]:
-        return (*self.shape[:-2], -(-self.rows // self.format.rows_of_zeros), self.grid[1])
+        """Without the axis of blocks where the scales of rows have none."""
+        blocks = () if self.scales_shape == self.shape[:-1] else self.grid[1:]
+        return (*self.shape[:-2], -(-self.rows // self.format.rows_of_zeros), *blocks)
 
     def has_scale_rows_of(self, start: int, count: int) -> bool:
         """Whether the scale rows of a run of elements are those of a single matrix with as many rows.
