@@ -490,11 +490,29 @@ def test_what_is_not_understood_is_told(kind: str) -> None:
     assert (declared.not_understood, declared.contradictions) == ((words,), ())
 
 
+def in_groups(layers: Mapping[str, str], bits: int, targets: list[str]) -> dict[str, Any]:
+    group = {"weights": {"num_bits": bits, "type": "float"}, "targets": targets}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": dict(layers),
+        "config_groups": {"one": group},
+    }
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [
         ({"quant_method": "fp8", "quantized_layers": ["a"]}, "gives quantized_layers as ['a']"),
         ({"quant_method": "modelopt"}, "names no quant_algo"),
+        (
+            in_groups({"a.b": "FP8"}, 8, ["a.b", "a.c"]),
+            "has a.c in one of config_groups (8 bits), and with no algorithm in quantized_layers",
+        ),
+        (
+            in_groups({"a.b": "NVFP4"}, 8, ["a.b"]),
+            "has a.b in one of config_groups (8 bits), and with NVFP4 in quantized_layers",
+        ),
     ],
 )
 def test_fields_that_cannot_be_true_are_told(table: dict[str, Any], words: str) -> None:
@@ -948,6 +966,15 @@ def test_modelopts_file_beside_the_config_counts_where_that_has_no_table(tmp_pat
     quantization |= {"exclude_modules": ["lm_head"]}
     text = fault(found("c", quantization_config={**same, "quant_algo": "W4A16_NVFP4"}))
     assert "hf_quant_config.json says quant_algo NVFP4, and config.json W4A16_NVFP4" in text
+    quantization |= {"quant_algo": "nvfp4", "kv_cache_quant_algo": "none", "group_size": 32}
+    plain_cache = {**same, "kv_cache_scheme": None}
+    assert found("h", quantization_config=plain_cache).faults == ()
+    for number, sized in enumerate(
+        ({"group_size": 16}, {"config_groups": {"a": {"weights": {"group_size": 16}}}})
+    ):
+        text = fault(found(f"i{number}", quantization_config={**plain_cache, **sized}))
+        assert "hf_quant_config.json says group_size 32, and config.json 16" in text
+    quantization |= {"kv_cache_quant_algo": "NVFP4", "group_size": None}
     quantization |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": {X: {"quant_algo": "NVFP4"}}}
     mixed = {**same, "quant_algo": "MIXED_PRECISION", "quantized_layers": {f"{X}2": {"quant_algo": "NVFP4"}}}
     assert "has other quantized_layers than config.json" in fault(found("d", quantization_config=mixed))

@@ -145,11 +145,20 @@ def test_two_of_modelopts_formats_are_listed_by_module(plain: Path, tmp_path: Pa
     up = "model.layers.0.mlp.up_proj"
     assert table["quantized_layers"][up] == {"quant_algo": "W4A16_NVFP4", "group_size": 16}
     assert verify(tmp_path / "out").problems == ()
+    _add_groups(tmp_path / "out")
+    groups = _table(tmp_path / "out")["config_groups"]
     freed = [{"glob": f"{up}.*", "value": "bf16"}, "same"]
     merge(one_model(tmp_path / "out", out_format=freed), tmp_path / "freed")
     freed_table = _table(tmp_path / "freed")
     assert table["quantized_layers"].keys() - freed_table["quantized_layers"].keys() == {up}
     assert up in freed_table["ignore"]
+    left = {path for group in freed_table["config_groups"].values() for path in group["targets"]}
+    assert left == freed_table["quantized_layers"].keys()
+    no_mlp = plan(
+        one_model(tmp_path / "out", out_format=[{"role": "mlp", "value": "bf16"}, "same"])
+    ).require()
+    left_groups = no_mlp.manifest["config"]["quantization_config"]["config_groups"]
+    assert left_groups == {"MXFP8": groups["MXFP8"]}
     _list_joined(tmp_path / "out")
     for words, is_listed in (("up_proj", True), ("*_proj", False)):
         freed = [{"glob": f"model.layers.0.mlp.{words}.*", "value": "bf16"}, "same"]
@@ -158,10 +167,23 @@ def test_two_of_modelopts_formats_are_listed_by_module(plain: Path, tmp_path: Pa
         assert ("model.layers.0.mlp.gate_up_proj" in listed, Q in listed) == (is_listed, True)
 
 
+def _add_groups(root: Path) -> None:
+    """The same modules as groups, as ModelOpt writes them too."""
+    config = read_config(root)
+    table, groups = config["quantization_config"], {}
+    for path, layer in table["quantized_layers"].items():
+        bits = 8 if layer["quant_algo"] == "MXFP8" else 4
+        group = {"weights": {"num_bits": bits, "type": "float"}, "targets": []}
+        groups.setdefault(layer["quant_algo"], group)["targets"].append(path)
+    table["config_groups"] = groups
+    (root / "config.json").write_text(json.dumps(config))
+
+
 def _list_joined(root: Path) -> None:
     """List gate and up under the name of what servers fuse them in."""
     config = read_config(root)
     layers = config["quantization_config"]["quantized_layers"]
+    del config["quantization_config"]["config_groups"]
     block = "model.layers.0.mlp"
     layers[f"{block}.gate_up_proj"] = layers.pop(f"{block}.gate_proj")
     del layers[f"{block}.up_proj"]

@@ -19,6 +19,7 @@ listed with its algorithm; NVIDIA lists modules so in tables of ``quant_method: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -42,6 +43,7 @@ from raymerge.checkpoints.quantisation.fp8 import FP8, FP8_CHANNEL, FP8_STACK, F
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4_MODELOPT, NVFP4_STACK, Nvfp4, Nvfp4Stack
 from raymerge.dtypes import DType
 
+_PATH = re.compile(r"[\w-]+(\.[\w-]+)+")
 _NAME, _MIXED = "modelopt", "MIXED_PRECISION"
 _GLOBS = ("ignore", "exclude_modules", "modules_to_not_convert")
 _CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -172,12 +174,26 @@ def contradiction(table: Mapping[str, Any], content: Mapping[str, Any]) -> str |
 
 
 def _stated(table: Mapping[str, Any]) -> dict[str, str]:
-    """The algorithms of weights, and of cached keys and values, that a table names."""
-    algorithms = {"quant_algo": table["quant_algo"]} if table.get("quant_algo") else {}
+    """The algorithms of weights, and of cached keys and values, and the group size that a table names."""
+    stated = {"quant_algo": table.get("quant_algo"), "group_size": _size_of_groups(table)}
+    named = {key: _spelled(each) for key, each in stated.items() if each}
     cache = _cache_algorithm(table)
     if cache or (any(key in table for key in _CACHE) and not table.get("kv_cache_scheme")):
-        algorithms["kv_cache_quant_algo"] = cache or "null"
-    return {key: str(each) for key, each in algorithms.items()}
+        named["kv_cache_quant_algo"] = _spelled(cache)
+    return named
+
+
+def _size_of_groups(table: Mapping[str, Any]) -> Any:
+    """The number of elements that share a scale; None where a table has none, or several."""
+    weights = [each.get("weights") for _, each in _groups(table)]
+    levels = [table] if table.get("group_size") else [each for each in weights if isinstance(each, Mapping)]
+    sizes = {str(size) for each in levels if (size := each.get("group_size"))}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _spelled(value: Any) -> str:
+    """Words for nothing are one, and names of algorithms are the same in small letters."""
+    return "null" if str(value or "null").lower() in ("none", "null") else str(value).upper()
 
 
 def plain_beside(table: Mapping[str, Any], content: Mapping[str, Any]) -> Modules:
@@ -187,7 +203,7 @@ def plain_beside(table: Mapping[str, Any], content: Mapping[str, Any]) -> Module
 
 def _listed(layers: Any) -> frozenset[tuple[str, str]]:
     listed = layers.items() if isinstance(layers, Mapping) else ()
-    return frozenset((str(path), _algorithm_in(layer)) for path, layer in listed)
+    return frozenset((str(path), _spelled(_algorithm_in(layer))) for path, layer in listed)
 
 
 def _read_table(table: Mapping[str, Any]) -> Declared:
@@ -214,6 +230,9 @@ def _with_layers(declared: Declared, table: Mapping[str, Any]) -> Declared:
     if not isinstance(layers, Mapping):
         fault = f"gives quantized_layers as {brief(layers)}"
         return replace(declared, contradictions=(*declared.contradictions, fault))
+    wrong = next(_unlike_groups(table, layers), None)
+    if layers and wrong:
+        declared = replace(declared, contradictions=(*declared.contradictions, wrong))
     paths: dict[str, list[str]] = {}
     for path, layer in layers.items():
         paths.setdefault(_algorithm_in(layer), []).append(str(path))
@@ -227,6 +246,19 @@ def _with_layers(declared: Declared, table: Mapping[str, Any]) -> Declared:
     whole = _with_algorithms(declared, named)
     inputs = declared.scales_inputs or (whole.scales_inputs and not declared.schemes)
     return replace(whole, groups=(*groups, *rest), scales_inputs=inputs)
+
+
+def _unlike_groups(table: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[str]:
+    """How a list of modules differs from the groups that have their paths too."""
+    for name, group in _groups(table):
+        weights = group.get("weights")
+        bits = weights.get("num_bits") if isinstance(weights, Mapping) else None
+        for path in (each for each in names_in(group, "targets") if _PATH.fullmatch(each)):
+            algorithm = _algorithm_in(layers.get(path, "no algorithm"))
+            known = _ALGORITHMS.get(algorithm)
+            if path not in layers or (known is not None and bits not in (None, known.format.code_bits)):
+                where = f"has {brief(path)} in {brief(name)} of config_groups"
+                yield f"{where} ({brief(bits)} bits), and with {brief(algorithm)} in quantized_layers"
 
 
 def _algorithm_in(layer: Any) -> str:
@@ -277,16 +309,32 @@ def _without_modules(
 ) -> dict[str, Any]:
     result, layers = dict(table), table.get("quantized_layers")
     if isinstance(layers, Mapping):
-        were, are = _entries_of(before), _entries_of(after)
-        left = {path: each for path, each in layers.items() if path in are or path not in were}
-        result["quantized_layers"] = left
-        if not left:
+        gone = _entries_of(before) - _entries_of(after)
+        result["quantized_layers"] = {path: each for path, each in layers.items() if path not in gone}
+        if not result["quantized_layers"]:
             del result["quantized_layers"]
+        result |= _groups_without(table, gone)
     algorithm = _ALGORITHMS.get(str(table.get("moe_quant_algo")))
     experts = {each.format for module, each in after.items() if ".experts." in module}
     if algorithm is not None and experts.isdisjoint((algorithm.format, algorithm.stack)):
         del result["moe_quant_algo"]
     return result
+
+
+def _groups(table: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The groups that ModelOpt repeats its list of modules in, as compressed-tensors has them."""
+    groups = table.get("config_groups")
+    named = groups.items() if isinstance(groups, Mapping) else ()
+    return [(name, each) for name, each in named if isinstance(each, Mapping)]
+
+
+def _groups_without(table: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
+    """The field of groups without some modules, and the groups that only these are in; {} for no groups."""
+    groups = _groups(table)
+    if not any(not set(names_in(each, "targets")).isdisjoint(gone) for _, each in groups):
+        return {}
+    left = {name: [path for path in names_in(each, "targets") if path not in gone] for name, each in groups}
+    return {"config_groups": {name: {**each, "targets": left[name]} for name, each in groups if left[name]}}
 
 
 def _entries_of(modules: Collection[str]) -> frozenset[str]:
