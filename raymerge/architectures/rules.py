@@ -163,6 +163,11 @@ class Concatenation:
         heights = stated or [num_rows // len(self.parts)] * len(self.parts)
         return tuple(heights) if sum(heights) == num_rows and min(heights) > 0 else ()
 
+    def absent_fields(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The fields for the rows of parts that a config lacks."""
+        fields = dict.fromkeys(field for fields in self.rows for field in fields)
+        return tuple(field for field in fields if config_int(config, (field,)) is None)
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

@@ -106,6 +106,11 @@ def test_parts_of_a_convolution_have_the_rows_that_the_config_gives(is_joined: b
         for n, root in enumerate((base, other))
     ]
     assert any("it lacks" in problem for problem in refusals(linear(*roots)))
+    silent = {key: value for key, value in OLMO.items() if key != "linear_value_head_dim"}
+    whole = write_checkpoint(tmp_path / "whole", _convolutions(3, is_joined=True), silent)
+    (problem,) = refusals(linear(base, whole))
+    assert problem.startswith(f"{whole}: 1 tensors hold several")
+    assert "does not tell the rows of each: it lacks linear_value_head_dim:" in problem
 
 
 HEADS, HALF, WIDTH = 2, 2, 4

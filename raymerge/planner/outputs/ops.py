@@ -31,6 +31,7 @@ from raymerge.merge_plan.expressions import (
 )
 from raymerge.methods import Access, Settings
 from raymerge.planner.inputs.quantised import PlainNumbers
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import (
     Aligned,
     Member,
@@ -552,7 +553,7 @@ class OpMaker:
         )
 
     def missing(self, chosen: BoundOutput, member: Member, name: str) -> None:
-        if self._is_in_other_form(chosen.aligned, member, name):
+        if self._is_in_other_form(chosen.aligned, member, name) or self._lack_rows(chosen, member, name):
             return
         source = self._sources[member.source]
         lead = self._sources[chosen.aligned.span.lead.source]
@@ -605,7 +606,35 @@ class OpMaker:
         is_plain = self.plain.are_plain[member.source] and tensor.dtype.is_mergeable
         return is_plain or self.plain.check(member.source, tensor)
 
+    def _lack_rows(self, chosen: BoundOutput, member: Member, name: str) -> bool:
+        """Whether the config of a member or of the lead lacks the rows of parts, as a finding says."""
+        pair = (self._sources[member.source], self._sources[chosen.aligned.span.lead.source])
+        return any(self._lacks_rows(source, name, chosen.aligned.output) for source in pair)
+
+    def _lacks_rows(self, source: Source, name: str, output: str) -> bool:
+        tensors = source.checkpoint.tensors
+        for each in source.rules.concatenated:
+            fields = each.absent_fields(source.checkpoint.config)
+            if not fields:
+                continue
+            start = next((name.removesuffix(part) for part in each.parts if name.endswith(part)), name)
+            joined = (stored for stored in tensors if stored.startswith(start))
+            holder = next((stored for stored in joined if each.pattern.search(stored)), None)
+            if holder is not None:
+                self._findings.tensor(
+                    source.name,
+                    "{count} tensors hold several one below the other, and its config does not tell the rows "
+                    f"of each: it lacks {', '.join(fields)}",
+                    "Write the model's values into its config.json.",
+                    example=f"{holder} {list(tensors[holder].shape)}",
+                )
+                self._dispositions.settle(source.index, holder, Disposition(Use.MERGED, Rule.METHOD, output))
+                return True
+        return False
+
     def other_shape(self, chosen: BoundOutput, member: Member, other: Place, shape: tuple[int, ...]) -> None:
+        if self._lack_rows(chosen, member, other.tensor.name):
+            return
         source, lead = self._sources[member.source], self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
             source.name,
