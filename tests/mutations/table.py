@@ -371,6 +371,12 @@ MUTATIONS = (
     Mutation(
         "planner/inputs/quantised.py", " and others <= stored.keys()", "", "planner/test_planner_quantised.py"
     ),
+    Mutation(
+        "planner/outputs/outputs.py",
+        "and not self._is_unread(chosen.aligned, member, name, names)",
+        "",
+        "planner/test_planner_quantised.py",
+    ),
     Mutation("storage/store.py", "begin = each.offset - extent.offset", "begin = 0", SCALES),
     Mutation(
         "checkpoints/quantisation/nvfp4.py",
