@@ -152,7 +152,9 @@ def plain_twin(model: QuantisedModel, root: Path) -> QuantisedModel:
         else:
             tensors[name] = torch.from_numpy(in_plain_layout(name, exact)).float().bfloat16()
             values[name] = in_plain_layout(name, tensors[name].double().numpy())
-    config = {key: value for key, value in read_config(model.root).items() if key != "quantization_config"}
+    config = read_config(model.root)
+    for key in ("quantization_config", "expert_dtype"):
+        config.pop(key, None)
     write_checkpoint(root, tensors, config, extra=TOKENIZER_FILES)
     return QuantisedModel(root, values, frozenset())
 

@@ -285,13 +285,14 @@ def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> Non
     one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))
     recipe = stack(piece(one, 0, 2), piece(other, 1, 2), piece(one, 1, 2))
     merge({**recipe, "shard_size": 200_000}, tmp_path / "out")
+    # The layer for further tokens goes behind the last.
+    origins = {0: (one, 0), 1: (one, 1), 2: (other, 1), 3: (one, 1), 4: (one, 2)}
     assert read_config(tmp_path / "out") == {
         **read_config(one.root),
         "num_hidden_layers": 4,
+        "quantization_config": _table(one.root, {layer: own for layer, (_, own) in origins.items()}),
         **_types(one.root),
     }
-    # The layer for further tokens goes behind the last.
-    origins = {0: (one, 0), 1: (one, 1), 2: (other, 1), 3: (one, 1), 4: (one, 2)}
     stored = {model.root: read_tensors(model.root) for model in (one, other)}
     found = read_tensors(tmp_path / "out")
     wanted = {name: tensor for name, tensor in stored[one.root].items() if not _LAYER.match(name)}
@@ -306,6 +307,20 @@ def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> Non
     assert verdict.problems == ()
     assert verdict.against_plan
     assert verdict.files > 1
+
+
+def _table(root: Path, origins: Mapping[int, int]) -> dict[str, Any]:
+    """The table of the stack: modules that it names by layers stand for each layer that is made of theirs."""
+    table = read_config(root)["quantization_config"]
+    if "quantized_layers" not in table:
+        return dict(table)
+    modules = {
+        f"model.layers.{layer}.{_LAYER.sub('', path)}": value
+        for path, value in table["quantized_layers"].items()
+        for layer, own in origins.items()
+        if path.startswith(f"model.layers.{own}.")
+    }
+    return {**table, "quantized_layers": modules}
 
 
 def _types(root: Path) -> dict[str, Any]:

@@ -176,7 +176,11 @@ def test_plan_and_run_say_it_unless_a_profile_decides(recipe: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_what_was_begun_in_this_process_goes_on_with_ray(recipe: str, tmp_path: Path) -> None:
+def test_what_was_begun_in_this_process_goes_on_with_ray(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It may go on with a Ray that an earlier test has connected to.
+    monkeypatch.undo()
     output = tmp_path / "out"
     with driver(recipe, output, pause=0.3) as process:
         _stop_after_a_segment(process)
