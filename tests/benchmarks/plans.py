@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import machine
+from benchmarks.measure import Watch, machine
 from kits.checkpoint_maker import sparse_checkpoint
 from kits.deepseek_headers import KIMI_CONFIG, V3_CONFIG, deepseek_v3_specs, kimi_k2_thinking_specs
 from kits.fused_headers import GPT_OSS_CONFIG, MAVERICK_CONFIG, gpt_oss_120b_specs, maverick_specs
@@ -36,6 +36,7 @@ from kits.recipe_maker import linear, slerp
 from raymerge.checkpoints.header import TensorSpec, split_into_shards
 
 _FILE_NBYTES = 5 << 30
+_SAMPLE_SECONDS = 0.05
 _TITLES = (
     *("model", "method", "tensors of a parent", "bytes of the parents", "planned in", "of a core"),
     *("peak memory", "segments", "bytes read for each", "least memory", "memory"),
@@ -98,29 +99,33 @@ def measured(name: str, methods: Sequence[str], place: Path) -> Iterator[tuple[s
         yield (name, method, *_facts(*_planned(recipe)))
 
 
-def _planned(recipe: Path) -> tuple[dict[str, Any], float, Any]:
-    """What the command prints, how many seconds it took, and what the system counted of it."""
+def _planned(recipe: Path) -> tuple[dict[str, Any], float, Watch]:
+    """What the command prints, how many seconds it took, and what was seen of its processes."""
     command = [sys.executable, "-m", "raymerge.cli", "plan", str(recipe), "--json"]
-    began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
-    assert process.stdout is not None
-    printed = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    with tempfile.TemporaryFile("w+") as printed:
+        began = time.monotonic()
+        process = subprocess.Popen(command, stdout=printed, env=os.environ)
+        watch = Watch(process.pid)
+        while process.poll() is None:
+            watch.look()
+            time.sleep(_SAMPLE_SECONDS)
+        seconds = time.monotonic() - began
+        printed.seek(0)
+        text = printed.read()
     if process.returncode:
-        raise SystemExit(f"{recipe} cannot be planned: {printed}")
-    return json.loads(printed), time.monotonic() - began, usage
+        raise SystemExit(f"{recipe} cannot be planned: {text}")
+    return json.loads(text), seconds, watch
 
 
-def _facts(report: Mapping[str, Any], seconds: float, usage: Any) -> tuple[str, ...]:
+def _facts(report: Mapping[str, Any], seconds: float, watch: Watch) -> tuple[str, ...]:
     stored, memory = sum(each["nbytes"] for each in report["sources"]), report["memory"]
     read = report["read_bytes"] + sum(each["nbytes"] for each in report["again"])
     return (
         f"{report['sources'][0]['tensors']:,}",
         f"{stored / 1e9:,.1f} GB",
         f"{seconds:.1f} s",
-        f"{usage.ru_utime + usage.ru_stime:.1f} s",
-        f"{usage.ru_maxrss * 1024 / 1e9:.2f} GB",
+        f"{watch.cpu:.1f} s",
+        f"{watch.peak / 1e9:.2f} GB",
         f"{report['segments']:,}",
         f"{read / stored:.3f}",
         f"{memory['least_budget'] / 2**20:,.0f} MiB",

@@ -121,8 +121,6 @@ def _calls(root: Path, name: str, number: int, *, method: str) -> int:
 
 MOST_BYTES = 2_000_000_000
 """Peak memory of a planning process."""
-MOST_SECONDS = 60.0
-"""Of a core, for a plan of up to 496,399 stored tensors; wall time hangs on who else is there."""
 MOST_WORKER_BYTES = 4 << 30
 """The largest budget that these plans may need of a worker."""
 
@@ -176,13 +174,7 @@ def _report(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
     return report
 
 
-def _check(
-    report: dict[str, Any],
-    specs: Sequence[Sequence[TensorSpec]],
-    config: Mapping[str, Any],
-    *,
-    most_bytes: int = MOST_BYTES,
-) -> None:
+def _check(report: dict[str, Any], specs: Sequence[Sequence[TensorSpec]], config: Mapping[str, Any]) -> None:
     """Everything that is stored has a disposition in each parent, and is in the output as it was."""
     stored = {spec.name: (spec.dtype.value, list(spec.shape)) for file in specs for spec in file}
     assert report["problems"] == []
@@ -192,8 +184,7 @@ def _check(
     assert Counter(map(tuple, report["dispositions"])) == merged
     assert report["nbytes"] == sum(spec.nbytes for file in specs for spec in file)
     assert report["config"]["quantization_config"] == config["quantization_config"]
-    assert report["busy"] < MOST_SECONDS
-    assert report["peak"] < most_bytes
+    assert report["peak"] < MOST_BYTES
     assert 0 < report["least"] < MOST_WORKER_BYTES
     assert report["worker"] >= report["least"]
 
@@ -222,7 +213,7 @@ def test_two_kimi_k3_are_planned_whole(tmp_path: Path) -> None:
     models = [sparse_checkpoint(tmp_path / name, specs, K3_CONFIG) for name in "ab"]
     report = _report("Kimi-K3", linear(*models))
     assert report["nbytes"] == K3_NBYTES
-    _check(report, specs, K3_CONFIG, most_bytes=2_100_000_000)
+    _check(report, specs, K3_CONFIG)
 
 
 @pytest.mark.slow
