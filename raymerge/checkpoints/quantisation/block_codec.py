@@ -331,10 +331,7 @@ class Codec(ABC):
         Raises ValueError: the quantisation spec has no such scale."""
         if quant_spec.tensor_scale_dtype is None:
             raise ValueError(f"{quant_spec.format.name} has no scale of the whole tensor.")
-        fresh = self._fresh_for_tensor(quant_spec, largest)
-        if had is None or not quant_spec.format.has_two_scales:
-            return fresh
-        return self._near(quant_spec, had, largest, fresh)
+        return self._for_tensor(quant_spec, largest, had if quant_spec.format.has_two_scales else None)
 
     def error_sums(
         self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
@@ -360,12 +357,10 @@ class Codec(ABC):
     def _fresh(self, quant_spec: QuantSpec, blocks: BlockValues) -> Tensor:
         """Storable scales for blocks; float32, shaped as their largest magnitudes."""
 
-    def _fresh_for_tensor(self, quant_spec: QuantSpec, largest: Tensor) -> Tensor:
+    def _for_tensor(self, quant_spec: QuantSpec, largest: Tensor, had: Tensor | None) -> Tensor:
+        """The scale of a whole tensor; ``had`` is None but for formats that also have block scales."""
+        assert had is None
         return self._fresh(quant_spec, BlockValues(largest, largest))
-
-    def _near(self, quant_spec: QuantSpec, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:
-        """The previous scale of the whole tensor or one near it; ``fresh`` where neither serves."""
-        raise NotImplementedError
 
     def _scales(
         self, quant_spec: QuantSpec, values: Tensor, given: StoredScales

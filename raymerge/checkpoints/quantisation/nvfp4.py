@@ -113,16 +113,18 @@ class Nvfp4(Codec):
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
     in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS
 
-    def _fresh_for_tensor(self, quant_spec: QuantSpec, largest: Tensor) -> Tensor:
+    def _for_tensor(self, quant_spec: QuantSpec, largest: Tensor, had: Tensor | None) -> Tensor:
         import torch
 
         reach, most = _LARGEST_SCALE * LARGEST_E2M1, largest.clamp(min=_LEAST)
         is_factor = _is_factor(quant_spec)
         scale = quotients(most, reach) if is_factor else reach / most
         usual = torch.full_like(largest, 1 / _USUAL if is_factor else _USUAL)
-        return self._near(quant_spec, usual, largest, scale)
+        fresh = self._near(quant_spec, usual, largest, scale)
+        return fresh if had is None else self._near(quant_spec, had, largest, fresh)
 
     def _near(self, quant_spec: QuantSpec, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:
+        """The previous scale of the whole tensor or one near it; ``fresh`` where neither serves."""
         import torch
 
         is_factor = _is_factor(quant_spec)
