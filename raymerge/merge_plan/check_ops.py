@@ -21,6 +21,7 @@ from raymerge.merge_plan.plan import (
     Ints,
     Plan,
     codes,
+    equal_texts,
     ints,
     last_values,
     lists,
@@ -67,8 +68,7 @@ class Columns:
 
     def numbers(self, name: str) -> Ints:
         """Equal texts of a column as one number each ``[rows]``."""
-        encoded = self.table.column(name).combine_chunks().dictionary_encode()
-        return np.asarray(encoded.indices.to_numpy(zero_copy_only=False)).astype(np.int64)
+        return equal_texts(self.table, name)[0]
 
     def words(self, name: str) -> tuple[Ints, list[str]]:
         """A column of texts; see ``codes``."""

@@ -209,12 +209,16 @@ def ints(table: pa.Table, column: str) -> Ints:
     return np.asarray(array.to_numpy(zero_copy_only=False)).astype(np.int64)
 
 
-def codes(table: pa.Table, column: str) -> tuple[Ints, list[str]]:
+def equal_texts(table: pa.Table, column: str) -> tuple[Ints, pa.Array]:
     """A column of texts as numbers ``[rows]`` of distinct texts, and those texts."""
     encoded = table.column(column).combine_chunks().dictionary_encode()
-    return np.asarray(encoded.indices.to_numpy(zero_copy_only=False)).astype(
-        np.int64
-    ), encoded.dictionary.to_pylist()
+    return np.asarray(encoded.indices.to_numpy(zero_copy_only=False)).astype(np.int64), encoded.dictionary
+
+
+def codes(table: pa.Table, column: str) -> tuple[Ints, list[str]]:
+    """As ``equal_texts``, with texts in Python: these take much more, where all are distinct."""
+    numbers, texts = equal_texts(table, column)
+    return numbers, texts.to_pylist()
 
 
 def lists(table: pa.Table, column: str) -> tuple[Ints, Ints]:
