@@ -222,14 +222,14 @@ class LogicalTensors:
 
     def _whole(self, tensor: StoredTensor) -> Place:
         packed, shape = self._packed.get(tensor.name), tensor.shape
-        halved = self._half_split_heads(tensor) if self._source.rules.half_split else 0
+        heads = self._half_split_heads(tensor) if self._source.rules.half_split else 0
         if packed is None:
-            return Place(tensor, 0, prod(shape), shape, None, None, halved)
+            return Place(tensor, 0, prod(shape), shape, None, None, heads)
         quant_spec, view = packed.quant_spec, None
         if quant_spec.padding:
             view = View(0, shape, (quant_spec.columns, 1))
         scales = self._scales(tensor, 0, quant_spec.num_elements)
-        return Place(tensor, 0, quant_spec.num_elements, shape, view, scales, halved)
+        return Place(tensor, 0, quant_spec.num_elements, shape, view, scales, heads)
 
     def heads_fields(self, name: str) -> tuple[str, ...]:
         """The config's fields for the number of heads, where a tensor of this name has the rows of each in
