@@ -44,6 +44,7 @@ LONG = (
     "model_types/test_model_types_merge.py",
     "moe_families/test_moe_families_merge.py",
     "gpu/test_gpu_merges.py",
+    "gpu/test_gpu_worker.py",
     "gpu/test_gpu_mutants.py",
     "methods/test_methods_kit.py",
     "methods/test_methods_sce.py",

@@ -12,7 +12,7 @@ import pytest
 from kits.merge_cases import make_family, merge, receipts_of, recipes
 from kits.simulated_gpu import without_gpu
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, without_gpu]
+pytestmark = [pytest.mark.ray, without_gpu]
 
 TESTS = Path(__file__).resolve().parents[1]
 
