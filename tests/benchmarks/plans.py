@@ -6,13 +6,14 @@
 Parents have the published names, shapes, dtypes and files, and data that is one hole. For each plan a line of
 a table: what a parent stores, what planning took (imports and headers included) and its peak memory, how many
 bytes a merge with the usual memory reads for each that the parents have, and the memory of a worker: the
-least that works, and what it takes.
+least that works, and what it takes. Ends with 1 where a linear plan takes more time or memory than it should.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,6 +38,7 @@ from raymerge.checkpoints.header import TensorSpec, split_into_shards
 
 _FILE_NBYTES = 5 << 30
 _SAMPLE_SECONDS = 0.05
+_MOST_BYTES = 2_000_000_000
 _TITLES = (
     *("model", "method", "tensors of a parent", "bytes of the parents", "planned in", "of a core"),
     *("peak memory", "segments", "bytes read for each", "least memory", "memory"),
@@ -47,15 +49,21 @@ _TITLES = (
 class Model:
     config: Mapping[str, Any]
     files: Callable[[], Sequence[Sequence[TensorSpec]]]
+    most_seconds: float = math.inf
+    """What a linear plan of two should take at most, on two cores."""
 
 
 MODELS: Mapping[str, Model] = {
-    "kimi-k3": Model(K3_CONFIG, kimi_k3_specs),
+    "kimi-k3": Model(K3_CONFIG, kimi_k3_specs, most_seconds=60.0),
     "kimi-k2": Model(KIMI_CONFIG, kimi_k2_thinking_specs),
     "qwen3-235b": Model(QWEN3_CONFIG, lambda: split_into_shards(qwen3_235b_specs(), _FILE_NBYTES)),
     "deepseek-v3": Model(V3_CONFIG, deepseek_v3_specs),
-    "gpt-oss": Model(GPT_OSS_CONFIG, lambda: split_into_shards(gpt_oss_120b_specs(), _FILE_NBYTES)),
-    "maverick": Model(MAVERICK_CONFIG, lambda: split_into_shards(maverick_specs(), _FILE_NBYTES)),
+    "gpt-oss": Model(
+        GPT_OSS_CONFIG, lambda: split_into_shards(gpt_oss_120b_specs(), _FILE_NBYTES), most_seconds=5.0
+    ),
+    "maverick": Model(
+        MAVERICK_CONFIG, lambda: split_into_shards(maverick_specs(), _FILE_NBYTES), most_seconds=15.0
+    ),
 }
 
 
@@ -75,28 +83,43 @@ METHODS: Mapping[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    asked = parser.parse_args()
-    if unknown := set(asked.models) - MODELS.keys():
+    chosen = parser.parse_args()
+    if unknown := set(chosen.models) - MODELS.keys():
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     _say(f"{machine()}, two parents each\n")
     _say(f"| {' | '.join(_TITLES)} |\n|{'---|' * len(_TITLES)}")
-    for name in asked.models:
+    beyond: list[str] = []
+    for name in chosen.models:
         with tempfile.TemporaryDirectory(prefix="plans-") as place:
-            for line in measured(name, asked.methods, Path(place)):
-                _say(f"| {' | '.join(line)} |")
+            for planned in measured(name, chosen.methods, Path(place)):
+                _say(f"| {' | '.join(planned.row)} |")
+                beyond += planned.faults
+    _say("\n".join(["", *beyond]))
+    return int(bool(beyond))
 
 
-def measured(name: str, methods: Sequence[str], place: Path) -> Iterator[tuple[str, ...]]:
-    files = MODELS[name].files()
+class Planned(NamedTuple):
+    row: tuple[str, ...]
+    faults: Sequence[str]
+
+
+def measured(name: str, methods: Sequence[str], place: Path) -> Iterator[Planned]:
+    files, most = MODELS[name].files(), MODELS[name].most_seconds
     parents = [str(sparse_checkpoint(place / each, files, MODELS[name].config)) for each in "ab"]
     for method in methods:
         recipe = place / f"{method}.json"
         recipe.write_text(json.dumps(METHODS[method](*parents)))
-        yield (name, method, *_facts(*_planned(recipe)))
+        report, seconds, watch = _planned(recipe)
+        faults = []
+        if method == "linear" and seconds > most:
+            faults.append(f"{name} took {seconds:.1f} s to plan, where {most:.0f} are wanted")
+        if method == "linear" and watch.peak > _MOST_BYTES:
+            faults.append(f"{name} took {watch.peak / 1e9:.2f} GB, where {_MOST_BYTES / 1e9:.0f} are wanted")
+        yield Planned((name, method, *_facts(report, seconds, watch)), faults)
 
 
 def _planned(recipe: Path) -> tuple[dict[str, Any], float, Watch]:
@@ -138,4 +161,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
