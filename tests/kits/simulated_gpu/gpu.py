@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,10 @@ class Allocation:
         else:
             self._stream.queue(poison)
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the process the modules that this needs are gone.
+        if is_ending():
+            return
         with self.gpu.timeline.lock:
             self.gpu.allocated_bytes -= self.nbytes
             self.free()
