@@ -48,7 +48,7 @@ from raymerge.publish.finish import (
     write_provenance,
 )
 from raymerge.publish.lease import Lease, StopRequest
-from raymerge.publish.object_shards import RemoteShards, ShardWork
+from raymerge.publish.object_shards import RemoteShards
 from raymerge.publish.output_place import check_apart
 from raymerge.publish.record import RECORD, Journal, Ledger
 from raymerge.publish.shards import SegmentWork, Shards
@@ -199,6 +199,18 @@ class RunResult:
     """Those of earlier runs included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a run has while it holds its output place."""
+
+    lease: Lease
+    ledger: Ledger
+    store: LocalStore
+    shards: Shards | RemoteShards
+    receipts: dict[int, Receipt]
+    """Durable ones by segment, those of earlier runs included."""
+
+
 class Run:
     def __init__(
         self,
@@ -269,27 +281,64 @@ class Run:
         out; the same command goes on from here; VerificationError: what was written is not what was planned.
         """
         notes = self._plan.manifest["notes"]
-        most = max(self.projection.whole_peak, self.projection.gpu_peak if pool.device != "cpu" else 0)
-        self._on_event(planned(self._plan, most, notes))
-        self._check_scales()
-        with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
-            return self._carry_out(pool, lease)
+        self._on_event(planned(self._plan, self.projected_peak(pool), notes))
+        self.check_scales()
+        with ExitStack() as held:
+            begun = self.begin(pool, held)
+            self._make(pool, begun)
+            return self.conclude(pool, begun)
 
-    def _check_scales(self) -> None:
+    def projected_peak(self, pool: Pool) -> int:
+        return max(self.projection.whole_peak, self.projection.gpu_peak if pool.device != "cpu" else 0)
+
+    def check_scales(self) -> None:
         with versions.checking_sources(self._held), ExitStack() as opened:
             stores = [opened.enter_context(open_store(each.root)) for each in self._held]
             problems = tuple(scale_problems(self._plan, stores, [each.name for each in self._held]))
         if problems:
             raise NonFiniteError(problems)
 
-    def _carry_out(self, pool: Pool, lease: Lease) -> RunResult:
-        pool.survey(self._segment_work(pool))
+    def begin(self, pool: Pool, held: ExitStack) -> Begun:
+        """Hold the output place until ``held`` is closed, and take up what earlier runs of this plan made."""
+        held.enter_context(resumable(self._staging.output, self._staging.missing_bytes))
+        lease = held.enter_context(self._staging.lock())
+        pool.survey(self._staging.work(self.segment_work(pool)))
         lease.confirm()
         ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
         if self._journal is not None:
             self._journal.open(self._staging.root / RECORD, self._staging.keep_journal)
-        with LocalStore(self._staging.root) as store:
-            receipts, shared_bytes = self._work(pool, ledger, store, lease)
+        store = held.enter_context(LocalStore(self._staging.root))
+        shards = self._staging.shards(store)
+        return Begun(lease, ledger, store, shards, shards.take_up(ledger))
+
+    def record(self, begun: Begun, parts: Receipts) -> Receipts:
+        """Make receipts durable; returns those that are."""
+        begun.lease.check()
+        if parts:
+            # Made again, a result has the same version, and receipts of wrong bytes are believed.
+            versions.check_results(self._held)
+        batch = begun.shards.record(begun.ledger, parts)
+        begun.receipts.update((receipt.segment, receipt) for receipt in batch)
+        return batch
+
+    def discard(self, begun: Begun) -> None:
+        """Remove what was made of a plan whose results are not finite."""
+        begun.lease.confirm()
+        self._staging.discard()
+
+    def conclude(self, pool: Pool, begun: Begun) -> RunResult:
+        """Finish the checkpoint, verify and publish it; raises IncompleteError where segments are missing."""
+        lease, receipts = begun.lease, begun.receipts
+        total = len(self._plan["segments"])
+        if len(receipts) < total:
+            raise IncompleteError(
+                f"stopped with {len(receipts)} of {total} segments done. They are kept: the same command "
+                "goes on from there."
+            )
+        versions.check_unchanged(self._held)
+        lease.confirm()
+        shared_bytes = begun.shards.complete(self._on_event)
+        with begun.store as store:
             duplicates = self._duplicates(receipts, shared_bytes)
             errors = self._encoding_errors(receipts)
             reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
@@ -318,33 +367,26 @@ class Run:
             **versions.condition_of(versions.commits_taken(self._sources)),
         }
 
-    def _work(
-        self, pool: Pool, ledger: Ledger, store: LocalStore, lease: Lease
-    ) -> tuple[dict[int, Receipt], int | None]:
-        """Receipts of all segments, once every shard has its final name; and the result of ``complete``."""
-        shards = self._staging.shards(store)
-        receipts = shards.take_up(ledger)
+    def _make(self, pool: Pool, begun: Begun) -> None:
         costs = self._plan["segments"].column("cost").to_pylist()
-        done = sum(costs[segment] for segment in receipts)
+        done = sum(costs[segment] for segment in begun.receipts)
         started = events.Started(
-            pool.workers, pool.device, len(receipts), done, pool.threads, pool.device_reason
+            pool.workers, pool.device, len(begun.receipts), done, pool.threads, pool.device_reason
         )
         self._on_event(started)
+
+        def take(parts: Receipts) -> None:
+            for receipt in self.record(begun, parts):
+                self._report(receipt, costs[receipt.segment])
+
+        todo, asked = begun.shards.parts(begun.receipts), self._stop_request.is_made
+        work = self._staging.work(self.segment_work(pool))
         try:
             with versions.checking_sources(self._held):
-                self._make(pool, shards, ledger, receipts, lease)
+                self.is_stopped = do_parts(pool, work, todo, take, on_event=self._on_event, asked=asked)
         except NonFiniteError:
-            lease.confirm()
-            self._staging.discard()
+            self.discard(begun)
             raise
-        if len(receipts) < len(costs):
-            raise IncompleteError(
-                f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same "
-                "command goes on from there."
-            )
-        versions.check_unchanged(self._held)
-        lease.confirm()
-        return receipts, shards.complete(self._on_event)
 
     def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
         duplicates = found_duplicates(self._plan, op_digests(receipts.values()), shared_bytes=shared_bytes)
@@ -363,35 +405,10 @@ class Run:
             self._on_event(events.EncodingErrorsFound(errors.roles, above, errors.proof))
         return errors
 
-    def _make(
-        self,
-        pool: Pool,
-        shards: Shards | RemoteShards,
-        ledger: Ledger,
-        receipts: dict[int, Receipt],
-        lease: Lease,
-    ) -> None:
-        costs = self._plan["segments"].column("cost").to_pylist()
-
-        def take(parts: Receipts) -> None:
-            lease.check()
-            if parts:
-                # Made again, a result has the same version, and receipts of wrong bytes are believed.
-                versions.check_results(self._held)
-            batch = shards.record(ledger, parts)
-            receipts.update((receipt.segment, receipt) for receipt in batch)
-            for receipt in batch:
-                self._report(receipt, costs[receipt.segment])
-
-        todo, asked = shards.parts(receipts), self._stop_request.is_made
-        work = self._segment_work(pool)
-        self.is_stopped = do_parts(pool, work, todo, take, on_event=self._on_event, asked=asked)
-
-    def _segment_work(self, pool: Pool) -> SegmentWork | ShardWork:
+    def segment_work(self, pool: Pool) -> SegmentWork:
         roots, files = tuple(each.root for each in self._held), versions.source_files(self._held)
         place, attempt_id = self._staging.root, self._staging.attempt_id
-        work = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, attempt_id)
-        return self._staging.work(work)
+        return SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, attempt_id)
 
     def _report(self, receipt: Receipt, planned_bytes: int) -> None:
         if receipt.note:
