@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raymerge.api import merge_adapters as merge_adapters
     from raymerge.api import plan as plan
     from raymerge.api import plan_all as plan_all
+    from raymerge.api import plan_sweep as plan_sweep
     from raymerge.api import replay as replay
     from raymerge.api import report as report
     from raymerge.api import report_difference as report_difference
@@ -43,6 +44,7 @@ __all__ = [
     "merge_adapters",
     "plan",
     "plan_all",
+    "plan_sweep",
     "progress",
     "replay",
     "report",

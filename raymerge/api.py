@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
@@ -49,6 +49,7 @@ from raymerge.recipes.load import (
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import Recipe
+from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping, joined_problems
 from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
@@ -224,6 +225,7 @@ __all__ = [
     "LoadVerdict",
     "ModuleReport",
     "Plan",
+    "PlannedOutput",
     "RecipeLike",
     "RecipesLike",
     "ReplayVerdict",
@@ -232,6 +234,7 @@ __all__ = [
     "RunResult",
     "Selection",
     "Suggestion",
+    "SweepOutput",
     "Verdict",
     "audit",
     "conversion",
@@ -244,8 +247,10 @@ __all__ = [
     "plan",
     "plan_all",
     "plan_for",
+    "plan_sweep",
     "read_recipe",
     "read_recipes",
+    "read_sweep",
     "replay",
     "report",
     "report_difference",
@@ -322,6 +327,66 @@ def plan_for(
     if draft.problems:
         raise RecipeError(draft_problems(draft, steps, version=version("raymerge"), lookup=lookup))
     return plan_merges(ordered, steps, version=version("raymerge"), lookup=lookup)
+
+
+class PlannedOutput(NamedTuple):
+    """One output of a sweep, with the merges of its plain recipe in order of dependency."""
+
+    output: SweepOutput
+    merges: tuple[PlannedMerge, ...]
+
+
+def read_sweep(recipe: RecipesLike) -> tuple[SweepOutput, ...] | None:
+    """The outputs of a recipe with ``sweep`` or ``checkpoints``; None if it has neither. Raises RecipeError
+    with all faults."""
+    draft = _draft_sweep(recipe)
+    return None if draft is None else draft.require()
+
+
+def plan_sweep(
+    recipe: RecipesLike, output: str | Path = "merged", options: RunOptions | None = None
+) -> tuple[PlannedOutput, ...]:
+    """Plan all outputs of a sweep, each as its plain recipe; models are opened once.
+
+    The last plan of each carries its problems; ``joined_problems`` joins them. ``output`` is the directory of
+    the outputs' directories.
+
+    Raises:
+        RecipeError: the recipe is not valid, with the problems of its models too; or it is no sweep.
+        PlanError: as ``plan_all``, for any of the outputs."""
+    draft = _draft_sweep(recipe)
+    if draft is None:
+        what = "there is neither 'sweep' nor 'checkpoints' in this recipe."
+        raise RecipeError(Problem(str(recipe), what, "Use 'plan_all', or add one."))
+    chosen = options or RunOptions()
+    places = [place_of(f"{output}/{each.name}", chosen) for each in draft.outputs]
+    steps = [steps_directory(place, chosen.steps) for place in places]
+    opened: dict[tuple[object, ...], Checkpoint] = {}
+    if draft.problems:
+        raise RecipeError(_sweep_problems(draft, Lookup(options=chosen.storage), opened))
+    ordered = [merge_order(each.recipes) for each in draft.outputs]
+    if (adapters := _of_adapters(ordered[0])) is not None:
+        raise PlanError(_no_plan(adapters))
+    begun = [
+        NO_COMMITS if chosen.replace else commits_begun(*each)
+        for each in zip(ordered, places, steps, strict=True)
+    ]
+    # What no unfinished run fixes is the same for all outputs, so that it is read once.
+    common = {key: commit for each in reversed(begun) for key, commit in each.items()}
+    planned: list[PlannedOutput] = []
+    failures: list[tuple[Problem, ...]] = []
+    for each, recipes, root, commits in zip(draft.outputs, ordered, steps, begun, strict=True):
+        lookup = Lookup(options=chosen.storage, commits={**common, **commits})
+        try:
+            merges = plan_merges(recipes, root, version=version("raymerge"), lookup=lookup, opened=opened)
+        except PlanError as error:
+            failures.append(error.problems)
+        else:
+            planned.append(PlannedOutput(each, merges))
+            failures.append(())
+    if any(failures):
+        raise PlanError(joined_problems(draft.values, failures))
+    return tuple(planned)
 
 
 def submit(
@@ -536,6 +601,23 @@ def _draft_all(recipes: RecipesLike, name: str = "recipe") -> Draft:
         what = "there is none in the sequence."
         return Draft((), (Problem("recipes", what, "Give at least one recipe."),))
     return join_drafts(_draft_all(each, f"recipes[{index}]") for index, each in enumerate(recipes))
+
+
+def _draft_sweep(recipes: RecipesLike) -> SweepDraft | None:
+    if isinstance(recipes, Mapping):
+        return draft_sweep_mapping(recipes)
+    return draft_sweep(recipes) if isinstance(recipes, str | Path) else None
+
+
+def _sweep_problems(
+    draft: SweepDraft, lookup: Lookup, opened: dict[tuple[object, ...], Checkpoint]
+) -> tuple[Problem, ...]:
+    """All problems of outputs that cannot be read as a whole, their models included."""
+    each = [
+        draft_problems(own, Path(), version=version("raymerge"), lookup=lookup, opened=opened)
+        for own in draft.drafts
+    ]
+    return in_order([*draft.problems, *joined_problems(draft.values, each)])
 
 
 def _of_adapters(recipes: Sequence[AnyRecipe]) -> Recipe | None:

@@ -176,3 +176,29 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     code = f"import raymerge, sys; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_each_output_of_a_sweep_has_the_plan_of_its_own_text(
+    recipe: Mapping[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import yaml
+
+    from raymerge.planner.inputs import sources
+
+    swept = {**recipe, "sweep": {"w": [0.25, 0.75]}, "parameters": {"weight": "$w"}}
+    swept["models"] = [{"model": str(tmp_path / name)} for name in ("a", "b")]
+    (tmp_path / "sweep.yml").write_text(yaml.safe_dump(swept))
+    opened: list[str] = []
+
+    def open_checkpoint(root: str, *args: object, **options: object) -> object:
+        opened.append(root)
+        return original(root, *args, **options)
+
+    original = sources.open_checkpoint
+    monkeypatch.setattr(sources, "open_checkpoint", open_checkpoint)
+    planned = raymerge.plan_sweep(tmp_path / "sweep.yml")
+    assert sorted(opened) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert [each.output.name for each in planned] == ["w0.25", "w0.75"]
+    for each in planned:
+        (tmp_path / "one.yml").write_text(each.output.text)
+        assert [merge.plan.digest for merge in each.merges] == [raymerge.plan(tmp_path / "one.yml").digest]

@@ -87,6 +87,8 @@ class Part:
     root: Node
     text: str
     mark: tuple[int, int]
+    start: int
+    """Where the text begins in the file, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...
     places = [(1, 1), *(_line_column(mark) for mark, _ in composed[1:])]
     pieces = [text[start:end] for start, end in pairwise([*starts, len(text)])]
     return tuple(
-        Part(root, piece, place) for (_, root), piece, place in zip(composed, pieces, places, strict=True)
+        Part(root, piece, place, start)
+        for (_, root), piece, place, start in zip(composed, pieces, places, starts, strict=True)
     )
 
 

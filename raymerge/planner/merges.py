@@ -24,6 +24,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
 from raymerge.merge_plan.plan import Plan, make_plan
 from raymerge.planner.inputs.sources import (
+    Opened,
     OpenedModels,
     Opener,
     Source,
@@ -121,17 +122,19 @@ def plan_merges(
     version: str,
     opener: Opener | None = None,
     lookup: Lookup = USUAL,
+    opened: Opened | None = None,
 ) -> tuple[PlannedMerge, ...]:
     """Plan recipes in the order of ``merge_order``; later ones may use results of earlier ones by name.
 
     Only the last plan may have problems, so that it can be shown. Results that others use lie below ``root``,
-    each by its name; ``opener`` None opens models in each recipe's own way.
+    each by its name; ``opener`` None opens models in each recipe's own way, and once for all calls that share
+    ``opened``.
 
     Raises:
         PlanError: a merge that others need cannot be planned, or there is no plan to show; with the problems
             of all merges that could be examined."""
     names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
-    planner = _Planner(names, root, version, opener, lookup, is_alone=len(recipes) == 1)
+    planner = _Planner(names, root, version, opener, lookup, opened=opened, is_alone=len(recipes) == 1)
     looks = [planner.look(recipe) for recipe in recipes]
     merges = tuple(look.merge for look in looks if look.merge is not None)
     if len(merges) < len(looks) or any(look.problems for look in looks[:-1]):
@@ -143,12 +146,15 @@ def plan_merges(
     return merges
 
 
-def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = USUAL) -> tuple[Problem, ...]:
+def draft_problems(
+    draft: Draft, root: Path, *, version: str, lookup: Lookup = USUAL, opened: Opened | None = None
+) -> tuple[Problem, ...]:
     """All problems of recipes that cannot be read as a whole, their models included.
 
     Nothing is fetched before the recipes can be read."""
     lookup = replace(lookup, fetches=False)
-    planner = _Planner(draft.names, root, version, None, lookup, is_alone=len(draft.recipes) == 1)
+    is_alone = len(draft.recipes) == 1
+    planner = _Planner(draft.names, root, version, None, lookup, opened=opened, is_alone=is_alone)
     partial = {id(recipe) for recipe in draft.partial}
     looks = [planner.look(recipe, is_partial=id(recipe) in partial) for recipe in draft.recipes]
     later = (each for look in looks for each in look.problems if each.where not in draft.guessed)
@@ -195,6 +201,7 @@ class _Planner:
     opener: Opener | None
     lookup: Lookup
     is_alone: bool
+    opened: Opened | None = None
     made: dict[str, PlannedMerge] = field(default_factory=dict)
 
     def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
@@ -271,7 +278,7 @@ class _Planner:
         )
 
     def _opener_for(self, recipe: AnyRecipe) -> Opener:
-        opener = self.opener or opener_of(recipe, self.lookup)
+        opener = self.opener or opener_of(recipe, self.lookup, self.opened)
 
         def open_one(reference: ModelReference) -> Checkpoint:
             merge = self.made.get(reference.path)

@@ -193,14 +193,20 @@ class Entry(MapEntry):
             cls.hint = "A parameter of the method goes below 'parameters'. "
 
 
+NAME_FORM = f"letters, digits, '-', '_' and '.', at most {_MAX_NAME_BYTES} bytes, like 'step-1'"
+
+
+def is_name(text: str) -> bool:
+    """Whether it can name a merge or an output: one directory, and no reference to anything else."""
+    is_plain = text.isprintable() and text == text.strip() and not text.startswith(".")
+    return is_plain and 0 < len(text.encode()) <= _MAX_NAME_BYTES and not set(text) & set("/\\@+:")
+
+
 def _name(value: object) -> str:
     name = read_text(value)
-    is_plain = name.isprintable() and name == name.strip() and not name.startswith(".")
-    if is_plain and 0 < len(name.encode()) <= _MAX_NAME_BYTES and not set(name) & set("/\\@+:"):
+    if is_name(name):
         return name
-    what = f"{show(name)} cannot be the name of a merge."
-    remedy = f"Write letters, digits, '-', '_' and '.', at most {_MAX_NAME_BYTES} bytes, like 'step-1'."
-    raise refusal(what, remedy)
+    raise refusal(f"{show(name)} cannot be the name of a merge.", f"Write {NAME_FORM}.")
 
 
 class Document(Entry):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import getitem
@@ -68,6 +69,12 @@ _EXPERTS_FORMS = (
 )
 
 
+SWEEP_KEYS = ("sweep", "checkpoints", "outputs")
+"""Keys of a document that stands for several recipes."""
+VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
+_PROMPTS = ("positive_prompts", "negative_prompts", "held_out_prompts")
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Recipes as read, with all faults of the text."""
@@ -106,7 +113,26 @@ def draft_document(document: Located, text: str | None, exists: Exists) -> Draft
     if secret := list(secrets_in(document.data, RECIPE)):
         # Alone, for messages on the same values would repeat them.
         return Draft((), tuple(document.places.problems(secret)))
+    if key := next((key for key in SWEEP_KEYS if key in document.data), None):
+        what = f"'{key}' makes several outputs of a recipe, and one recipe is expected here."
+        fault = Fault((key,), what, "Use 'raymerge submit' or 'raymerge plan'; in Python, 'plan_sweep'.")
+        return Draft((), tuple(document.places.problems([fault])))
+    document = replace(document, faults=(*document.faults, *_variables(document.data)))
     return _Drafting(document, text, exists).draft()
+
+
+def _variables(value: object, path: FieldPath = ()) -> Iterator[Fault]:
+    """What stands for a value of a sweep, where there is no sweep."""
+    if isinstance(value, str) and VARIABLE.fullmatch(value) is not None:
+        remedy = f"Write the value, or add the sweep: sweep: {{{value[1:]}: [0.3, 0.5]}}."
+        yield Fault(path, f"'{value}' stands for a value of a sweep, and there is none.", remedy)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            if key not in _PROMPTS:
+                yield from _variables(each, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _variables(each, (*path, index))
 
 
 class _Drafting:

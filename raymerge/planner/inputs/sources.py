@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -475,7 +475,11 @@ def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
     return all(recipe.pickled_weights == "read" for recipe in recipes)
 
 
-def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
+Opened = MutableMapping[tuple[object, ...], Checkpoint]
+"""Models that several plans share, each opened once."""
+
+
+def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL, opened: Opened | None = None) -> Opener:
     merged = {reference for _, reference in model_references(recipe)}
     pickled = pickles_read([recipe])
     donor = _tokenizer_alone(recipe)
@@ -483,9 +487,15 @@ def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
     def open_one(reference: ModelReference) -> Checkpoint:
         needs = reference != donor or reference in merged
         is_merged = reference in merged
-        return open_reference(
+        key = reference, pickled, is_merged, needs, lookup.fetches, *sorted(lookup.commits.items())
+        if opened is not None and key in opened:
+            return opened[key]
+        checkpoint = open_reference(
             reference, pickled=pickled, lookup=lookup, is_merged=is_merged, needs_weights=needs
         )
+        if opened is not None:
+            opened[key] = checkpoint
+        return checkpoint
 
     return open_one
 
