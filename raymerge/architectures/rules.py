@@ -173,8 +173,6 @@ class Concatenation:
 class Rules:
     """Naming rules of one family: the general ones behind the family's own."""
 
-    family: str
-    """The model type without what tells that it is a model of text."""
     roles: tuple[tuple[Role, re.Pattern[str]], ...]
     vision: frozenset[str]
     mtp: frozenset[str]
@@ -197,6 +195,8 @@ class Rules:
     half_split: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
     """Tensors that hold the rows of each head in two halves where others have them take turns, as rotary
     position embeddings pair them; and the config's fields for the number of heads, best first."""
+    left_out: tuple[tuple[re.Pattern[str], str], ...]
+    """Names that a loader which knows the published ones alone leaves out, and the loader."""
     published: Mapping[str, str]
     """Canonical words of experts and routers to those on the Hub."""
     ties: tuple[tuple[str, str], ...]
@@ -211,7 +211,6 @@ def load_rules(model_type: str | None) -> Rules:
     spelled = partial(_gathered, _SPELLINGS, family)
     roles = (*spelled("roles"), *own.get("roles", ()), *general["roles"])
     return Rules(
-        family=family,
         roles=tuple((Role(entry["role"]), _any(entry["patterns"])) for entry in roles),
         vision=frozenset(general["overlays"]["vision"]),
         mtp=frozenset(general["overlays"]["mtp"]),
@@ -234,6 +233,7 @@ def load_rules(model_type: str | None) -> Rules:
             for each in spelled("concatenated")
         ),
         half_split=tuple((re.compile(pattern), tuple(fields)) for pattern, *fields in spelled("half_split")),
+        left_out=tuple((re.compile(pattern), loader) for pattern, loader in spelled("left_out")),
         published=dict(spelled("published")),
         ties=tuple(map(tuple, (*own.get("ties", {}).get("pairs", ()), *general["ties"]["pairs"]))),
         depth=_depth({**general["depth"], **own.get("depth", {})}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from raymerge.architectures.roles import describe
@@ -15,9 +14,8 @@ from raymerge.merge_plan.expressions import Output
 
 def loader_notes(outputs: Sequence[Output], rules: Rules) -> Iterator[str]:
     """A sentence for each loader and reason: the tensors, what becomes of them, why and what helps."""
-    for rule in _LOADER_RULES:
-        of_family = outputs if rules.family in (rule.families or (rules.family,)) else ()
-        concerned = [output for output in of_family if rule.concerns(_Loaded(output, rules))]
+    for rule in (*_LOADER_RULES, *(_leaves_out(*each) for each in rules.left_out)):
+        concerned = [output for output in outputs if rule.concerns(_Loaded(output, rules))]
         if concerned:
             first = concerned[0]
             example = f"{len(concerned)} tensors ({first.name} {list(first.shape)})"
@@ -69,25 +67,23 @@ def _is_joined_within_a_block(loaded: _Loaded) -> bool:
     return num_scales * apart != max(2, -(-rows * apart // block))
 
 
-_OF_GLM_MODULES = re.compile(
-    r"\.(forget_gate|attn_hc|ffn_hc)\.|\.experts\.(gate_up|down)_proj$|\.self_attn\.conv1d\."
-)
-
-
-def _has_name_of_glm_modules(loaded: _Loaded) -> bool:
-    return _OF_GLM_MODULES.search(loaded.output.name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class _LoaderRule:
+class _LoaderRule(NamedTuple):
     loader: str
     concerns: Callable[[_Loaded], bool]
     effect: str
     """What the loader does with ``{tensors}``."""
     reason: str
     remedy: str
-    families: Sequence[str] = ()
-    """() for all."""
+
+
+def _leaves_out(names: re.Pattern[str], loader: str) -> _LoaderRule:
+    return _LoaderRule(
+        loader,
+        lambda loaded: names.search(loaded.output.name) is not None,
+        "leaves out {tensors} without a word",
+        "they have the names of transformers' modules, and it knows those of the published model alone",
+        "Name a base_model that has the published names: the result has the names of its base.",
+    )
 
 
 _LOADER_RULES = (
@@ -112,13 +108,5 @@ _LOADER_RULES = (
         "does not load {tensors} as FP8",
         "it stores gate and up of an expert as one matrix, in which a block would have rows of both",
         "Serve the result with vLLM or SGLang, or store these tensors as bf16 (out_format).",
-    ),
-    _LoaderRule(
-        "SGLang",
-        _has_name_of_glm_modules,
-        "leaves out {tensors} without a word",
-        "they have the names of transformers' modules, and it knows those of the published model alone",
-        "Name a base_model that has the published names: the result has the names of its base.",
-        families=("glm5_next",),
     ),
 )
