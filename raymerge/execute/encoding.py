@@ -19,7 +19,6 @@ from raymerge.checkpoints.quantisation.block_codec import (
 )
 from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
 from raymerge.checkpoints.quantisation.formats import codec_of
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.execute.compute import PartComputation
@@ -163,7 +162,6 @@ def _held(op: OpJob, raw: Raw, num_elements: int) -> RawCodes | None:
     return next(alike, None)
 
 
-_FORMATS = (FP8_BLOCK, FP8_CHANNEL)
 _SCALES = (DType.F32, DType.BF16)
 
 
@@ -226,7 +224,8 @@ class CodedSum:
 
 
 def is_summed_at_once(encode: Encoding) -> bool:
-    return encode.format in _FORMATS and encode.scale_dtype in _SCALES
+    form = encode.format
+    return form.is_fp8 and form.tensor_scale == "none" and encode.scale_dtype in _SCALES
 
 
 def warm_up_sums() -> None:

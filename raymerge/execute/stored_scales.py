@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from raymerge.architectures.rules import quantisation_tables
 from raymerge.checkpoints.quantisation.detect import is_activation_scale
-from raymerge.checkpoints.quantisation.encoding import Encoding, Made
-from raymerge.checkpoints.quantisation.nvfp4 import SPELL_RIGHT, other_spelling
+from raymerge.checkpoints.quantisation.encoding import SPELL_RIGHT, Encoding, Format, Made
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.non_finite import are_zeros, scale_fault
@@ -55,20 +54,16 @@ class _Stored(NamedTuple):
         return f"byte {self.offset} of {self.key}"
 
     @property
-    def goes_with_others(self) -> bool:
-        """Whether it is the one scale of a matrix whose blocks have scales too."""
-        two = self.encoding is not None and self.encoding.format.has_two_scales
-        return two and self.what == "tensor_scale"
-
-    @property
-    def is_divisor(self) -> bool:
-        return self.encoding is not None and self.encoding.format.tensor_scale == "divisor"
+    def two_scale_format(self) -> Format | None:
+        """The format of a matrix whose one scale it is beside those of blocks; None for other scales."""
+        form = None if self.encoding is None or self.what != "tensor_scale" else self.encoding.format
+        return form if form is not None and form.has_two_scales else None
 
 
 def scale_problems(plan: Plan, stores: Sequence[ReadStore], names: Sequence[str]) -> Iterator[Problem]:
     """What is wrong with stored scales, as far as they are read in a few seconds; of a tensor the first."""
     reported: set[str] = set()
-    of_matrices: dict[tuple[int, bool], dict[str, float]] = {}
+    of_matrices: dict[tuple[int, Format], dict[str, float]] = {}
     batches = _looked_at(plan, stores) if len(plan["scales"]) else ()
     for each, data in _read(chain(batches, [_bounded(_of_activations(plan), stores)]), stores):
         what = _wrong(each, data, plan, stores[each.source])
@@ -76,11 +71,11 @@ def scale_problems(plan: Plan, stores: Sequence[ReadStore], names: Sequence[str]
         if what and where not in reported:
             reported.add(where)
             yield Problem(where, what, _REPAIR)
-        if each.goes_with_others and not what:
-            own = of_matrices.setdefault((each.source, each.is_divisor), {})
+        if not what and (form := each.two_scale_format) is not None:
+            own = of_matrices.setdefault((each.source, form), {})
             own[f"the scale at {each.place}"] = float(data.view("<f4")[0])
-    for (source, is_divisor), values in of_matrices.items():
-        if sentence := other_spelling(values, is_divisor=is_divisor):
+    for (source, form), values in of_matrices.items():
+        if sentence := form.misspelt(values):
             yield Problem(names[source], sentence, SPELL_RIGHT)
 
 
@@ -94,7 +89,7 @@ def _wrong(each: _Stored, data: Bytes, plan: Plan, store: ReadStore) -> str:
         return ""
     if each.encoding is None:
         return f"a scale of what the model computes is 0, at {each.place}."
-    if each.goes_with_others:
+    if each.two_scale_format is not None:
         return f"what all scales of its blocks go with is 0, at {each.place}."
     (row,) = plan["inputs"].slice(each.input, 1).to_pylist()
     nbytes, last = min(row["nbytes"], _PIECE), max(0, row["nbytes"] - _PIECE)

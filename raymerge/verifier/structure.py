@@ -12,7 +12,7 @@ import xxhash
 from raymerge.architectures.rules import rules_of
 from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD, RECORD_DIRECTORY, holds_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
-from raymerge.checkpoints.quantisation.nvfp4 import SPELL_RIGHT
+from raymerge.checkpoints.quantisation.encoding import SPELL_RIGHT
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.merge_plan.dispositions import Use

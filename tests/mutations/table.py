@@ -364,7 +364,7 @@ MUTATIONS = (
     Mutation("execute/non_finite.py", "_first(bits > sign, NEGATIVE) if sign else None", "None", HOSTILE),
     Mutation("execute/stored_scales.py", "(each.is_copy and is_quantised)", "False", HOSTILE),
     Mutation("execute/stored_scales.py", "sorted({0, last // 2, last})", "[0]", HOSTILE),
-    Mutation("execute/stored_scales.py", "two and self.what == ", "False and self.what == ", HOSTILE),
+    Mutation("execute/stored_scales.py", 'or self.what != "tensor_scale"', "or True", HOSTILE),
     Mutation(
         "execute/non_finite.py", "int(stored.view(_EXPONENTS[dtype][0]).max()) > sign", "False", HOSTILE
     ),
@@ -379,7 +379,7 @@ MUTATIONS = (
     ),
     Mutation("storage/store.py", "begin = each.offset - extent.offset", "begin = 0", SCALES),
     Mutation(
-        "checkpoints/quantisation/nvfp4.py",
+        "checkpoints/quantisation/encoding.py",
         "0 < scale < 1 if is_divisor",
         "0 < scale < 1 if not is_divisor",
         f"{HOSTILE} {SCALES}",
@@ -431,7 +431,7 @@ MUTATIONS = (
         "quantised/test_quantised_modelopt.py",
     ),
     Mutation("execute/lane.py", "if any(are_negative(", "if False and any(are_negative(", HOSTILE),
-    Mutation("checkpoints/quantisation/nvfp4.py", "if len(others) * 2 <= len(scales):", "if True:", HOSTILE),
+    Mutation("checkpoints/quantisation/encoding.py", "or len(others) * 2 <= len(scales)", "or True", HOSTILE),
     Mutation(
         "execute/encoding.py",
         "rows[:, used // 2] &= 15 if used % 2 else 0",
@@ -477,10 +477,7 @@ MUTATIONS = (
     ),
     Mutation("planner/inputs/served_scales.py", "own[0] if self.is_expert else own.max", "own.max", SCALES),
     Mutation(
-        "planner/inputs/served_scales.py",
-        "own / taken if self.is_divisor else taken / own",
-        "taken / own",
-        SCALES,
+        "planner/inputs/served_scales.py", "own / taken if is_divisor else taken / own", "taken / own", SCALES
     ),
     Mutation(
         "verifier/structure.py",

@@ -19,6 +19,8 @@ WHOLE, ANY = 0, -1
 EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
 """Dtypes of scales that are exponents b, for a scale of 2 ** (b - 127)."""
 FLOATS = frozenset({DType.F32, DType.BF16, DType.F16})
+SPELL_RIGHT = "Store one over each of them, or use the checkpoint as its quantiser wrote it."
+"""Remedy for ``Format.misspelt``."""
 Made: TypeAlias = Literal["scales", "tensor_scale", "zero_points"]
 """What is made with codes and stored beside them: scales of blocks, the one scale of a matrix, or the codes
 that stand for 0 in each block."""
@@ -60,6 +62,9 @@ class Format:
     """What publishers choose where ``block`` leaves a choice; None where it leaves none."""
     tensor_scale: Literal["none", "only", "divisor", "factor"] = field(compare=False, default="none")
     """Whether the tensor has one scale: the ``only`` one, or a ``divisor`` or ``factor`` of block scales."""
+    other_spelling: str = field(compare=False, default="")
+    """What scales of whole matrices look like that are less than 1 for a ``divisor`` or not for a ``factor``,
+    as another tool stores them; "" where such scales may be right."""
     has_block_axis: bool = field(compare=False, default=False)
     """Whether blocks are an axis of the stored codes: [..., rows, blocks, bytes of a block]."""
     packs_rows: bool = field(compare=False, default=False)
@@ -124,6 +129,16 @@ class Format:
     def has_two_scales(self) -> bool:
         """Whether blocks have scales beside the one of the tensor."""
         return self.tensor_scale in ("divisor", "factor")
+
+    def misspelt(self, scales: Mapping[str, float]) -> str:
+        """A sentence where most scales of whole matrices, by what to call them, look like ``other_spelling``;
+        else ""."""
+        is_divisor = self.tensor_scale == "divisor"
+        others = [name for name, scale in scales.items() if (0 < scale < 1 if is_divisor else scale >= 1)]
+        if not self.other_spelling or len(others) * 2 <= len(scales):
+            return ""
+        looks = f"most scales of whole matrices look like {self.other_spelling}"
+        return f"{others[0]} is {scales[others[0]]:g}, and {looks}."
 
     def fixed_block(self, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, int]:
         """The block by the rule of the format for [..., rows, columns]; free sizes as in ``block``."""

@@ -14,7 +14,6 @@ Blocks lie along the numbers that are summed over: columns, but in ``Y`` [expert
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -47,6 +46,8 @@ NVFP4 = Format(
     reference=Reference(E2M1_NUMBERS, top=6.0, reach=1 + 2.0**-3),
     parts={"codes": "_packed", "scales": "_scale", "tensor_scale": "_global_scale"},
     tensor_scale="divisor",
+    # A factor of 1 is for numbers up to 2688, which no weights reach that were trained.
+    other_spelling="factors, as ModelOpt stores them",
 )
 NVFP4_MODELOPT = replace(
     NVFP4,
@@ -55,6 +56,7 @@ NVFP4_MODELOPT = replace(
     layout_of="nvfp4",
     parts={"codes": "", "scales": "_scale", "tensor_scale": "_scale_2"},
     tensor_scale="factor",
+    other_spelling="divisors, as compressed-tensors stores them",
 )
 NVFP4_STACK = replace(
     NVFP4_MODELOPT,
@@ -65,24 +67,6 @@ NVFP4_STACK = replace(
     packs_rows=True,
     scales_stack=True,
 )
-
-
-def other_spelling(scales: Mapping[str, float], *, is_divisor: bool) -> str:
-    """A sentence where most scales of whole matrices, by what to call them, are what the other spelling has;
-    else "".
-
-    A matrix whose largest number is 2688 or more is no weight that was trained."""
-    others = [name for name, scale in scales.items() if (0 < scale < 1 if is_divisor else scale >= 1)]
-    if len(others) * 2 <= len(scales):
-        return ""
-    looks = (
-        "factors, as ModelOpt stores them" if is_divisor else "divisors, as compressed-tensors stores them"
-    )
-    return f"{others[0]} is {scales[others[0]]:g}, and most scales of whole matrices look like {looks}."
-
-
-SPELL_RIGHT = "Store one over each of them, or use the checkpoint as its quantiser wrote it."
-"""Remedy for ``other_spelling``."""
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from raymerge.architectures.roles import EXPERT_NUMBER, JoinedMatrix, joined_matrix
 from raymerge.architectures.rules import Rules
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.formats import formats
-from raymerge.checkpoints.quantisation.nvfp4 import other_spelling
 from raymerge.dtypes import DType
 from raymerge.storage.store import ReadStore, num_readers, read_together
 
@@ -33,7 +33,7 @@ class JoinedScales:
     """The scales of the whole matrix that the parts of a joined matrix have."""
 
     is_expert: bool
-    is_divisor: bool
+    format: Format
     scales: tuple[StoredTensor, ...]
     """In the order in which their matrices are joined."""
 
@@ -45,28 +45,25 @@ class JoinedScales:
         """How many times as large as they are servers take the numbers of each part, by its scale's name."""
         own = np.stack([values[each.name] for each in self.scales])
         taken = own[0] if self.is_expert else own.max(axis=0)
+        is_divisor = self.format.tensor_scale == "divisor"
         with np.errstate(divide="ignore", invalid="ignore"):
-            times = np.where(own == taken, 1.0, own / taken if self.is_divisor else taken / own)
+            times = np.where(own == taken, 1.0, own / taken if is_divisor else taken / own)
             farthest = np.abs(np.log(times)).argmax(axis=1)
         return dict(zip(self.names, times[np.arange(len(own)), farthest].tolist(), strict=True))
 
 
 def joined_scales(stored: Mapping[str, StoredTensor], rules: Rules) -> tuple[JoinedScales, ...]:
     """Those of all stored tensors of which servers join several."""
-    divisors = {
-        f"{_WEIGHT}{form.parts['tensor_scale']}": form.tensor_scale == "divisor"
-        for form in formats()
-        if form.has_two_scales
-    }
+    endings = {f"{_WEIGHT}{form.parts['tensor_scale']}": form for form in formats() if form.has_two_scales}
     by_matrix: dict[tuple[JoinedMatrix, str], dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
-        ending = next((each for each in divisors if name.endswith(each)), None)
+        ending = next((each for each in endings if name.endswith(each)), None)
         part = name.removesuffix(ending or "")
         joined = joined_matrix(f"{part}{_WEIGHT}", rules) if ending else None
         if ending and joined and tensor.dtype is DType.F32:
             by_matrix.setdefault((joined, ending), {})[part] = tensor
     return tuple(
-        JoinedScales(EXPERT_NUMBER.search(matrix.module + ".") is not None, divisors[ending], ordered)
+        JoinedScales(EXPERT_NUMBER.search(matrix.module + ".") is not None, endings[ending], ordered)
         for (matrix, ending), own in by_matrix.items()
         for ordered in (tuple(own[part] for part in matrix.parts if part in own),)
         if len(ordered) > 1 and len({each.shape for each in ordered}) == 1
@@ -87,10 +84,10 @@ def misread(matrices: Sequence[JoinedScales], values: ScaleValues) -> list[Mappi
 
 
 def misspelt(matrices: Sequence[JoinedScales], values: ScaleValues) -> Iterator[str]:
-    """A sentence for each spelling whose scales look like those of the other."""
-    for is_divisor in (False, True):
-        own = [name for each in matrices if each.is_divisor is is_divisor for name in each.names]
-        if sentence := other_spelling({name: values[name][0] for name in own}, is_divisor=is_divisor):
+    """A sentence for each format whose scales look like those of its other spelling."""
+    for form in dict.fromkeys(each.format for each in matrices):
+        own = [name for each in matrices if each.format == form for name in each.names]
+        if sentence := form.misspelt({name: values[name][0] for name in own}):
             yield sentence
 
 
