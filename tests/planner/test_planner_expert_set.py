@@ -360,6 +360,22 @@ def test_experts_of_another_kind_are_refused(tmp_path: Path) -> None:
     assert any("is [64, 32] here and [16, 32] there" in problem for problem in problems)
 
 
+def test_experts_in_a_format_that_is_not_read_are_refused_by_its_name(tmp_path: Path) -> None:
+    specs = _specs()
+    experts = [name for name in specs if ".experts." in name]
+    coded: Specs = {name: spec for name, spec in specs.items() if name not in experts}
+    for name in experts:
+        rows, columns = specs[name][1]
+        module = name.removesuffix(".weight")
+        coded |= {
+            f"{module}.qweight": (DType.I32, (columns // 8, rows)),
+            f"{module}.scales": (DType.F16, (1, rows)),
+        }
+    other = _mixtral(tmp_path / "other", coded, quantization_config={"quant_method": "gptq"})
+    (problem,) = refusals({"base_model": _mixtral(tmp_path / "m"), "experts": {"add": [{"model": other}]}})
+    assert f"{other}: {len(experts)} tensors are quantised as GPTQ, which raymerge can neither" in problem
+
+
 def test_biases_of_the_selection_are_needed(tmp_path: Path) -> None:
     names = [f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in range(2)]
     bias: Specs = dict.fromkeys(names, (DType.F32, (4,)))

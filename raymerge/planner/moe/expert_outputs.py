@@ -92,7 +92,8 @@ class ExpertInputs:
         self.logical = resolver.logical[BASE]
         self.plain = PlainNumbers(resolver.sources, findings)
         self.resolver = resolver
-        self.settle = OpMaker(resolver, self.plain, findings, self.dispositions).settle
+        ops = OpMaker(resolver, self.plain, findings, self.dispositions)
+        self.settle, self._refuse_unread = ops.settle, ops.refuse_unread
         self._wanted = dtype
         self._main = main_dtype(self.base.checkpoint)
         fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
@@ -198,9 +199,10 @@ class ExpertInputs:
         return Op(block.num_elements, conversion_expression(dtype), tuple(parts), tuple(reads))
 
     def missing(self, source: int, name: str) -> None:
-        where = self.resolver.sources[source].name
+        if self._refuse_unread(source, name, name):
+            return
         self.findings.tensor(
-            where,
+            self.resolver.sources[source].name,
             f"it lacks {{count}} matrices that the experts of {self.base.name} have",
             "It must have them for every layer of experts in base_model, also for "
             "multi-token-prediction layers.",

@@ -569,18 +569,22 @@ class OpMaker:
     def _is_in_other_form(self, aligned: Aligned, member: Member, name: str) -> bool:
         """Whether a member has a tensor that it lacks by this name, and it or the lead has the codes in a
         format that is not read, as a finding says."""
-        merged = Disposition(Use.MERGED, Rule.METHOD, aligned.output)
-        if unread := self.plain.unread_parts(member.source, name):
-            self.plain.check(member.source, max(unread, key=lambda each: each.num_elements))
-            for part in unread:
-                self._dispositions.settle(member.source, part.name, merged)
-        elif (numbers := self.numbers_of_unread(aligned, member, name)) is not None:
-            lead = aligned.span.lead.source
-            self.plain.check(lead, self._sources[lead].checkpoint.tensors[aligned.lead])
-            self.settle(numbers, member.source, merged)
-        else:
+        if self.refuse_unread(member.source, name, aligned.output):
+            return True
+        if (numbers := self.numbers_of_unread(aligned, member, name)) is None:
             return False
+        lead = aligned.span.lead.source
+        self.plain.check(lead, self._sources[lead].checkpoint.tensors[aligned.lead])
+        self.settle(numbers, member.source, Disposition(Use.MERGED, Rule.METHOD, aligned.output))
         return True
+
+    def refuse_unread(self, source: int, name: str, output: str) -> bool:
+        """Whether a source has what it lacks by this name as codes of a format that is not read, as a finding
+        says."""
+        unread = self.plain.unread_parts(source, name)
+        for part in unread:
+            self._dispositions.settle(source, part.name, Disposition(Use.MERGED, Rule.METHOD, output))
+        return bool(unread) and not self.plain.check(source, max(unread, key=lambda each: each.num_elements))
 
     def numbers_of_unread(self, aligned: Aligned, member: Member, name: str) -> ResolvedInput | None:
         """What a member has in place of the lead's codes, where their format is not read."""
