@@ -21,7 +21,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.expressions import Expression
 
-FORMAT = 6
+FORMAT = 7
 """Version of the tables' meaning; a plan of another version is not resumed."""
 
 _TYPES: Mapping[str, pa.DataType] = {

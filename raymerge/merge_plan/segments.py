@@ -1,7 +1,7 @@
 """Shards, and segments: the contiguous byte ranges of shards that workers take.
 
-Cuts depend on the plan alone, never on the number of workers, so that a run can be resumed with another
-number."""
+Cuts depend on what is written alone: not on the number of workers, so that a run can be resumed with another
+number, nor on what is read, so that merges of the same outputs can be made together."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from raymerge.methods import BLOCK
 from raymerge.methods.internal import LARGEST
 
 _SEGMENTS_WANTED = 64
-_SMALLEST = 256 << 10
-_LARGEST = 512 << 20
+_SMALLEST = 128 << 10
+_LARGEST = 160 << 20
+"""Bytes of output: of two models, half a gigabyte is read and written."""
 
 
 class PlacedOp(NamedTuple):
@@ -65,7 +66,7 @@ def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str,
 def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]) -> tuple[PlacedOp, ...]:
     """Every op at its offset, in shard order, long ones cut, equal ones pointed at the first of them."""
     index = {output.name: position for position, output in enumerate(outputs)}
-    target = _segment_target(sum([op.cost for o in outputs for op in o.ops]))
+    target = _segment_target(sum([op.nbytes for o in outputs for op in o.ops]))
     placed: list[PlacedOp] = []
     twins: dict[tuple[object, ...], int] = {}
     # Arrays, as a range for each of 500,000 outputs takes much more.
@@ -174,22 +175,25 @@ def _tie_scales(placed: list[PlacedOp], tensors: Iterable[tuple[Sequence[int], S
 
 
 def cut_segments(ops: Sequence[PlacedOp]) -> tuple[Segment, ...]:
-    """Runs of ops of about equal cost, none across two shards."""
-    costs = [
-        each.op.cost + each.joined_read_bytes if each.copy_of < 0 and each.made_with < 0 else 0
-        for each in ops
-    ]
-    target = _segment_target(sum(costs))
+    """Runs of ops that write about equally much, none across two shards."""
+    sizes = [each.op.nbytes if each.copy_of < 0 and each.made_with < 0 else 0 for each in ops]
+    target = _segment_target(sum(sizes))
     segments: list[Segment] = []
     start, total = 0, 0
-    for position, (op, cost) in enumerate(zip(ops, costs, strict=True)):
-        if position > start and (op.shard != ops[start].shard or total + cost > target):
-            segments.append(Segment(start, position - start, ops[start].shard, total))
+    for position, (op, nbytes) in enumerate(zip(ops, sizes, strict=True)):
+        if position > start and (op.shard != ops[start].shard or total + nbytes > target):
+            segments.append(_segment(ops, start, position))
             start, total = position, 0
-        total += cost
+        total += nbytes
     if ops:
-        segments.append(Segment(start, len(ops) - start, ops[start].shard, total))
+        segments.append(_segment(ops, start, len(ops)))
     return tuple(segments)
+
+
+def _segment(ops: Sequence[PlacedOp], start: int, stop: int) -> Segment:
+    made = [each for each in ops[start:stop] if each.copy_of < 0 and each.made_with < 0]
+    cost = sum([each.op.cost + each.joined_read_bytes for each in made])
+    return Segment(start, stop - start, ops[start].shard, cost)
 
 
 def _is_made_quickly(op: Op) -> bool:
@@ -197,15 +201,14 @@ def _is_made_quickly(op: Op) -> bool:
     return op.expression.is_constant or op.expression.method == LARGEST.name
 
 
-def _segment_target(total_cost: int) -> int:
-    return min(max(total_cost // _SEGMENTS_WANTED, _SMALLEST), _LARGEST)
+def _segment_target(total_nbytes: int) -> int:
+    return min(max(total_nbytes // _SEGMENTS_WANTED, _SMALLEST), _LARGEST)
 
 
 def _cut(op: Op, target: int) -> Iterator[tuple[int, Op]]:
     """A long op in pieces with the index of their first element, where its method allows any cut."""
-    bytes_per_element = max(1, op.cost // max(1, op.num_elements))
     unit = _unit(op)
-    step = max(unit, target // bytes_per_element // unit * unit)
+    step = max(unit, target * op.num_elements // max(1, op.nbytes) // unit * unit)
     if not (op.num_elements > step and op.is_flat and _fills_bytes(op, unit) and _divides(op)):
         yield 0, op
         return
