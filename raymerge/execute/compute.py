@@ -7,7 +7,7 @@ are taken in groups of ROW_GROUP stored rows, with one thread; the rest is eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -214,6 +214,23 @@ class PartComputation:
         self._state = methods.gather(
             self._method, self._settings, self._num_elements, self._scratch.device, tiles=tiles, sample=sample
         )
+
+    @property
+    def form(self) -> Hashable:
+        """What computations have in common that take the same tiles of the same inputs."""
+        return self._method.name, type(self._kernel), self._has_base, self._part.shape
+
+    @property
+    def observed(self) -> Hashable:
+        return self._kernel.observed(self._settings)
+
+    def gathering(self, alike: Sequence[PartComputation]) -> methods.Gathering:
+        """Takes the statistics of computations that observe alike, this one the first of them."""
+        settings, device = [each._settings for each in alike], self._scratch.device
+        return methods.Gathering(self._method, settings, self._num_elements, device)
+
+    def take(self, state: object) -> None:
+        self._state = state
 
     def forget(self) -> None:
         self._state = None

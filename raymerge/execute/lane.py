@@ -8,11 +8,10 @@ than one might think, as each of them waits for the interpreter's lock; and what
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Protocol
 
 from raymerge.checkpoints.quantisation.encoding import Made
 from raymerge.deferred import torch
@@ -23,41 +22,13 @@ from raymerge.execute.decoding import PlacedResults, rows_of_codes, scatter
 from raymerge.execute.encoding import Observed, TensorScale, coded_sum, encoded, observe, shared_scale
 from raymerge.execute.non_finite import are_negative
 from raymerge.execute.output import ComputePermit, Fill, NotFinite, Output
-from raymerge.execute.reading import Load, LoadReader, Raw, RawCodes, RawInput, RawRows, ReadPlan, TileJob
+from raymerge.execute.reading import Load, LoadReader, Raw, RawCodes, ReadPlan, TileJob
+from raymerge.execute.tiled import Making, Tiles, gather, made_together, pieces
 from raymerge.execute.transfers import Arrival, HostTransfers
 from raymerge.merge_plan.expressions import Read
-from raymerge.merge_plan.jobs import Input, JobPart, OpJob
-from raymerge.methods import Stored, Tile
+from raymerge.merge_plan.jobs import JobPart, OpJob
+from raymerge.methods import Tile
 from raymerge.storage.local.mapping import PageMaps
-
-
-def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
-    """A tile of an op with codes as tiles that are computed at once; any other as it is."""
-    if not (tile.piece and tile.op.has_codes):
-        yield tile, raw
-        return
-    for start in range(0, tile.count, tile.piece):
-        count = min(tile.piece, tile.count - start)
-        inputs = zip(raw, tile.op.parts[0].inputs, strict=True)
-        cut = tuple(_part(each, source, start, count) for each, source in inputs)
-        yield replace(tile, start=tile.start + start, count=count, piece=0), cut
-
-
-def _part(raw: RawInput, source: Input, start: int, count: int) -> RawInput:
-    # Ops with codes that are gathered are made at once.
-    assert isinstance(source, Read)
-    assert not isinstance(raw, RawRows)
-    begin, nbytes = source.dtype.nbytes(start), source.dtype.nbytes(count)
-    if isinstance(raw, torch.Tensor):
-        return raw[begin : begin + nbytes]
-    scales = _cut(raw.scales, raw.layout.offset, raw.layout.of(start, count))
-    zeros = _cut(raw.zero_points, raw.layout.zeros_offset, raw.layout.zeros_of(start, count))
-    return replace(raw, codes=raw.codes[begin : begin + nbytes], scales=scales, zero_points=zeros)
-
-
-def _cut(data: torch.Tensor, offset: int, span: tuple[int, int]) -> torch.Tensor:
-    first, nbytes = span[0] - offset, span[1]
-    return data[first : first + nbytes]
 
 
 def _refuse_negative_scales(load: Load, raws: Sequence[Raw]) -> None:
@@ -69,13 +40,6 @@ def _refuse_negative_scales(load: Load, raws: Sequence[Raw]) -> None:
 
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-class Tiles(Protocol):
-    """An op's tiles with their bytes."""
-
-    def __call__(self, *, again: bool = False) -> Iterable[tuple[TileJob, Raw]]:
-        """Gives all tiles in order; ``again``: another pass will follow."""
 
 
 class LoadBuffer:
@@ -116,7 +80,8 @@ class LoadBuffer:
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    seed: int
+    seeds: Sequence[int]
+    """Of each plan that is carried out."""
     aborted: threading.Event
     watch: Callable[[], None]
     """Looks after the process's memory; called after every load."""
@@ -129,8 +94,8 @@ class Equipment:
 
     transfers: HostTransfers
     buffer: LoadBuffer
-    block: torch.Tensor
-    """uint8, page-aligned: for what will be written."""
+    blocks: Sequence[torch.Tensor]
+    """uint8, page-aligned: for what will be written of each plan."""
     scratch: Scratch
 
 
@@ -140,17 +105,18 @@ class Lane:
         lane_state: LaneState,
         turn: ComputePermit,
         reader: LoadReader,
-        output: Output,
+        outputs: Mapping[int, Output],
         equipment: Equipment,
     ) -> None:
+        """``outputs``: where the ops of each plan go that is carried out."""
         self._lane_state = lane_state
         self._turn = turn
         self._reader = reader
-        self._output = output
+        self._outputs = outputs
         self._buffer = equipment.buffer
         self._transfers = equipment.transfers
         self._scratch = equipment.scratch
-        self._observed: dict[int, Observed] = {}
+        self._observed: dict[tuple[int, int], Observed] = {}
 
     def run(self, read_plans: Sequence[ReadPlan]) -> None:
         """Make all ops and hand over their bytes; returns when they are written. Raises IncompleteError: the
@@ -159,7 +125,8 @@ class Lane:
             with self._transfers.computing():
                 for read_plan in read_plans:
                     self._read_plan(read_plan)
-            self._output.flush()
+            for output in self._outputs.values():
+                output.flush()
             self._lane_state.watch()
         finally:
             self._turn.rest()
@@ -170,19 +137,20 @@ class Lane:
         loads = read_plan.loads
         if len(loads) == 1 and not read_plan.padding:
             for tile, raw in zip(loads[0].tiles, self._begin(loads[0]), strict=True):
-                self._make(tile, raw, self._computations(tile.op))
+                self._make_each(tile, raw)
             return
         first = loads[0].tiles[0]
+        if first.op.variants:
+            self._make_in_tiles(first, self._makings(first), partial(self._cycle, loads), self._sample)
+            return
         parts = self._computations(first.op)
         self._pad(read_plan, parts)
         if len(loads) == 1:
             (raw,) = self._begin(loads[0])
             self._make(first, raw, parts)
-        elif parts:
-            self._make_in_tiles(first, parts[0], partial(self._cycle, loads), self._sampler(first, parts[0]))
-        else:
-            for tile, raw in self._cycle(loads):
-                self._copy(tile, raw)
+            return
+        making = Making(0, first, parts[0] if parts else None)
+        self._make_in_tiles(first, [making], partial(self._cycle, loads), self._sample)
 
     def _begin(self, load: Load, *, again: bool = False) -> tuple[Raw, ...]:
         """Read a load and wait for leave to compute; the bytes of the load before are gone."""
@@ -211,18 +179,38 @@ class Lane:
                 op.expression,
                 part,
                 num_elements=op.num_elements if op.is_flat else prod(part.shape),
-                seed=self._lane_state.seed,
+                seed=self._lane_state.seeds[op.output],
                 # The results of several parts are there at the same time, unless they are made in pieces.
                 scratch=scratch if len(op.parts) == 1 or op.need.piece else Scratch(device),
             )
             for part in op.parts
         ]
 
+    def _makings(self, tile: TileJob) -> list[Making]:
+        """What is made of the tiles of a joint op whose variants are of one part."""
+        computations = (self._computations(own.op) for own, _ in tile.variants)
+        return [
+            Making(number, own, parts[0] if parts else None)
+            for number, ((own, _), parts) in enumerate(zip(tile.variants, computations, strict=True))
+        ]
+
+    def _make_each(self, tile: TileJob, raw: Raw) -> None:
+        """Make an op of a read, or each variant of a joint one."""
+        if not tile.variants:
+            self._make(tile, raw, self._computations(tile.op))
+        elif tile.op.is_flat and tile.piece:
+            self._make_in_tiles(
+                tile, self._makings(tile), _held(tile, raw), partial(_sample_within, tile, raw)
+            )
+        else:
+            for number, (own, _) in enumerate(tile.variants):
+                self._make(*tile.variant(number, raw), self._computations(own.op))
+
     def _make(self, tile: TileJob, raw: Raw, parts: list[PartComputation]) -> None:
         op = tile.op
         if not parts and op.expression.is_constant:
             content = torch.frombuffer(bytearray(op.expression.content), dtype=torch.uint8)
-            self._output.take_stored(op, 0, content, is_there=False)
+            self._outputs[op.output].take_stored(op, 0, content, is_there=False)
             return
         if not parts:
             self._copy(tile, raw)
@@ -233,19 +221,21 @@ class Lane:
         if not tile.piece:
             self._emit(op, [self._whole(op, raw, parts)], 0, raw)
             return
-        (part,) = parts
-        self._make_in_tiles(tile, part, _held(tile, raw), lambda: part.sample_within(raw))
+        making, held = Making(0, tile, parts[0]), _held(tile, raw)
+        self._make_in_tiles(tile, [making], held, partial(_sample_within, tile, raw))
 
     def _make_in_tiles(
-        self, first: TileJob, part: PartComputation, tiles: Tiles, sample: Callable[[], Tile]
+        self, first: TileJob, makings: Sequence[Making], tiles: Tiles, sample: Callable[[Making], Tile]
     ) -> None:
-        """An op of one part that is made tile by tile; ``sample`` is of use where no codes are decoded."""
-        op, again = first.op, _pieces_again(part, tiles)
-        part.gather(lambda: _tiles(part, again()), sample if first.piece and not op.has_codes else None)
-        shared = self._tensor_scale(op, part, again)
+        """Make ops of one part tile by tile of one read; ``sample`` is of use where no codes are decoded."""
+        together = made_together(first, makings)
+        gather(together, tiles, sample)
+        for making in makings:
+            making.shared = self._tensor_scale(making, tiles)
         for tile, raw in tiles():
-            part.load(raw)
-            self._finish(tile, raw, part, shared)
+            for group in together:
+                own, share = tile.variant(group[0].number, raw)
+                self._finish(group, own, share)
 
     def _make_in_pieces(self, tile: TileJob, raw: Raw, parts: list[PartComputation]) -> None:
         """An op that is read whole, and whose parts lie across each other."""
@@ -261,17 +251,17 @@ class Lane:
                     placed.put(own, begin, result)
                     continue
                 rows = encoded(op, result, _input_codes(op, own, share, (begin, count)), None)
-                self._output.add_errors(op, rows.errors, rows.exactness)
+                self._outputs[op.output].add_errors(op, rows.errors, rows.exactness)
                 placed.put_codes(own, begin, count, rows.coded)
             part.forget()
-        self._output.take(op, 0, placed.data.numel(), self._fetcher(placed.data))
+        self._outputs[op.output].take(op, 0, placed.data.numel(), self._fetcher(placed.data))
         self._emit_scales(op, placed.scales, 0)
 
     def _observe(self, read_plan: ReadPlan) -> None:
         """Look at an op for the scale that it shares with the one to be made, unless that was done before."""
         loads, tile = read_plan.loads, read_plan.loads[0].tiles[0]
         op = tile.op
-        if op.index in self._observed:
+        if (op.output, op.index) in self._observed:
             return
         parts = self._computations(op)
         self._pad(read_plan, parts)
@@ -282,43 +272,41 @@ class Lane:
                 self._see(op, ((self._whole(op, raw, parts), raw),))
                 return
             tiles = _held(tile, raw)
-        (part,) = parts
-        again = _pieces_again(part, tiles)
-        part.gather(lambda: _tiles(part, again()), None)
-        self._see(op, _results(part, again()))
+        making = Making(0, tile, parts[0])
+        gather([[making]], tiles, None)
+        self._see(op, _results(parts[0], making.pieces_again(tiles)))
 
     def _whole(self, op: OpJob, raw: Raw, parts: Sequence[PartComputation]) -> torch.Tensor:
         shares = zip(parts, _by_part(op, raw), strict=True)
         results = [_result_of_whole(part, share, op) for part, share in shares]
         return results[0] if op.is_flat else scatter(results, op)
 
-    def _tensor_scale(
-        self, op: OpJob, part: PartComputation, tiles: Callable[[], Iterator[tuple[TileJob, Raw]]]
-    ) -> TensorScale | None:
+    def _tensor_scale(self, making: Making, tiles: Tiles) -> TensorScale | None:
         """The one scale that the codes of an op share, from a pass over its tiles unless they were looked at
         before; None where they share none."""
-        if op.tensor_scale is None:
+        op = making.op
+        if op.tensor_scale is None or making.part is None:
             return None
-        if op.index not in self._observed:
-            self._see(op, _results(part, tiles()))
+        if (op.output, op.index) not in self._observed:
+            self._see(op, _results(making.part, making.pieces_again(tiles)))
         return self._shared(op)
 
     def _see(self, op: OpJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> None:
-        self._observed[op.index] = observe(op, results)
+        self._observed[op.output, op.index] = observe(op, results)
 
     def _shared(self, op: OpJob) -> TensorScale:
         """The one scale of an op that was looked at; what no other op shares is forgotten."""
-        own = self._observed[op.index] if op.joined_with else self._observed.pop(op.index)
-        return shared_scale(op, (own, *(self._observed[each.index] for each in op.joined_with)))
+        key = op.output, op.index
+        own = self._observed[key] if op.joined_with else self._observed.pop(key)
+        others = (self._observed[op.output, each.index] for each in op.joined_with)
+        return shared_scale(op, (own, *others))
 
-    def _sampler(self, tile: TileJob, part: PartComputation) -> Callable[[], Tile]:
-        def sample() -> Tile:
-            self._turn.rest()
-            inputs = self._reader.sample(tile)
-            self._turn.take()
-            return part.sample(inputs)
-
-        return sample
+    def _sample(self, making: Making) -> Tile:
+        self._turn.rest()
+        inputs = self._reader.sample(making.first)
+        self._turn.take()
+        assert making.part is not None
+        return making.part.sample(inputs)
 
     def _pad(self, read_plan: ReadPlan, parts: Sequence[PartComputation]) -> None:
         for load in read_plan.padding:
@@ -338,43 +326,70 @@ class Lane:
         op, (data,), (read,) = tile.op, raw, tile.op.inputs
         assert isinstance(data, torch.Tensor)
         assert isinstance(read, Read)
-        skipped = op.expression.cast.nbytes(tile.start)
-        is_there = self._output.copy_from(self._reader.store(read), read, op, tile.span(read))
-        self._output.take_stored(op, skipped, data, is_there=is_there)
+        skipped, output = op.expression.cast.nbytes(tile.start), self._outputs[op.output]
+        is_there = output.copy_from(self._reader.store(read), read, op, tile.span(read))
+        output.take_stored(op, skipped, data, is_there=is_there)
 
-    def _finish(self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None) -> None:
+    def _finish(self, group: Sequence[Making], tile: TileJob, raw: Raw) -> None:
+        """Make one tile of ops that are made of the same inputs."""
+        lead = group[0].part
+        if lead is None:
+            for making in group:
+                self._copy(replace(tile, op=making.op), raw)
+            return
+        lead.load(raw)
         if not tile.op.has_codes:
-            self._apply(tile, raw, part)
+            self._apply(group, lead, tile, raw)
             return
-        coded = coded_sum(tile, raw, part)
-        if coded is None or coded.unit_bytes > self._output.most_together:
-            for piece, bytes_of_it in pieces(tile, raw):
-                self._apply(piece, bytes_of_it, part, shared)
-            return
-        self._output.take(tile.op, tile.start, tile.count, coded.fill, unit=coded.unit_bytes)
-        self._output.add_errors(tile.op, coded.errors)
-        self._emit_scales(tile.op, coded.stored_scales(), tile.start)
+        left = [making for making in group if not self._sum_codes(making, tile, raw)]
+        for piece, bytes_of_it in pieces(tile, raw) if left else ():
+            self._apply(left, lead, piece, bytes_of_it)
 
-    def _apply(
-        self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None = None
-    ) -> None:
-        """Make one tile of an op that is made of one part and in order."""
-        op, skipped = tile.op, tile.start * tile.op.expression.cast.bits // 8
+    def _sum_codes(self, making: Making, tile: TileJob, raw: Raw) -> bool:
+        """Make a tile of codes from codes in one call; whether it can be made so."""
+        op, part = making.op, making.part
+        assert part is not None
+        output = self._outputs[op.output]
+        coded = coded_sum(replace(tile, op=op), raw, part)
+        if coded is None or coded.unit_bytes > output.most_together:
+            return False
+        output.take(op, tile.start, tile.count, coded.fill, unit=coded.unit_bytes)
+        output.add_errors(op, coded.errors)
+        self._emit_scales(op, coded.stored_scales(), tile.start)
+        return True
+
+    def _apply(self, group: Sequence[Making], lead: PartComputation, tile: TileJob, raw: Raw) -> None:
+        """Make one tile of ops that are made of one part and in order."""
         if not tile.piece:
-            self._emit(op, [part.apply(part.whole(raw, tile.first_element))], skipped, raw, shared)
+            whole = lead.whole(raw, tile.first_element)
+            for making in group:
+                self._emit(making.op, [making.apply(whole)], making.skipped(tile.start), raw, making.shared)
             return
-        is_plain, unit = op.expression.cast is DType.BF16 and op.places[0][1] % 2 == 0, part.unit_bytes
-        is_plain = is_plain and unit <= self._output.most_together
-        stored = part.stored(raw, tile.first_element) if is_plain else None
+        left = self._apply_stored(group, lead, tile, raw)
+        done = 0
+        for piece in lead.pieces(raw, tile.first_element, tile.piece) if left else ():
+            for making in left:
+                self._emit(making.op, [making.apply(piece)], making.skipped(tile.start + done), raw)
+            done += piece.sources.shape[1]
+
+    def _apply_stored(
+        self, group: Sequence[Making], lead: PartComputation, tile: TileJob, raw: Raw
+    ) -> list[Making]:
+        """Make a tile of those ops that are made of what is stored as it is; what is left.
+
+        Several take turns, so that they find in the processor's cache what they read."""
+        fitting = [each for each in group if each.takes_stored(self._outputs[each.op.output].most_together)]
+        stored = lead.stored(raw, tile.first_element) if fitting else None
         if stored is None:
-            pieces = part.pieces(raw, tile.first_element, tile.piece)
-            self._emit(op, map(part.apply, pieces), skipped, raw)
-            return
-
-        def fill(done: int, target: torch.Tensor) -> None:
-            part.apply_stored(stored.part(done // 2, target.numel() // 2), target)
-
-        self._output.take(op, skipped, 2 * stored.count, fill, unit=unit)
+            return list(group)
+        step = stored.count if len(fitting) == 1 else tile.piece
+        for begin in range(0, max(1, stored.count), max(1, step)):
+            part = stored.part(begin, min(step, stored.count - begin))
+            for making in fitting:
+                skipped = making.skipped(tile.start + begin)
+                fill, unit = making.filler(part), making.unit_bytes
+                self._outputs[making.op.output].take(making.op, skipped, 2 * part.count, fill, unit=unit)
+        return [each for each in group if each not in fitting]
 
     def _emit(
         self,
@@ -389,7 +404,7 @@ class Lane:
         for result in results:
             nbytes = cast.nbytes(result.numel())
             if op.expression.encode is None:
-                self._output.take(op, skipped, nbytes, self._encoder(result, cast))
+                self._outputs[op.output].take(op, skipped, nbytes, self._encoder(result, cast))
             else:
                 self._emit_codes(op, result, raw, skipped, shared)
             skipped += nbytes
@@ -404,11 +419,11 @@ class Lane:
                 shared = self._shared(op)
             if not skipped:
                 stored = shared.stored(op)
-                self._output.take(op.tensor_scale, 0, stored.numel(), self._fetcher(stored))
+                self._outputs[op.output].take(op.tensor_scale, 0, stored.numel(), self._fetcher(stored))
         rows = encoded(op, result, raw, shared)
-        self._output.add_errors(op, rows.errors, rows.exactness)
+        self._outputs[op.output].add_errors(op, rows.errors, rows.exactness)
         codes, scales, zeros = rows.coded
-        self._output.take(op, skipped, codes.numel(), self._fetcher(codes))
+        self._outputs[op.output].take(op, skipped, codes.numel(), self._fetcher(codes))
         self._emit_scales(op, scales, skipped * 8 // op.expression.cast.bits)
         if op.zero_points is not None and zeros is not None:
             self._emit_made(op, "zero_points", zeros, skipped * 8 // op.expression.cast.bits)
@@ -421,7 +436,7 @@ class Lane:
         """Hand over what was made with codes; ``start``: the op's first element that it was made with."""
         columns, into = op.parts[0].columns, getattr(op, what)
         before = op.encoding.made_nbytes(what, start // columns, columns)
-        self._output.take(into, before, data.numel(), self._fetcher(data), aside=True)
+        self._outputs[op.output].take(into, before, data.numel(), self._fetcher(data), aside=True)
 
     def _fetcher(self, data: torch.Tensor) -> Fill:
         def fill(done: int, target: torch.Tensor) -> Arrival | None:
@@ -441,23 +456,9 @@ def _held(tile: TileJob, raw: Raw) -> Tiles:
     return lambda *, again=False: ((tile, raw),)  # noqa: ARG005
 
 
-def _pieces_again(part: PartComputation, tiles: Tiles) -> Callable[[], Iterator[tuple[TileJob, Raw]]]:
-    """Passes over what is computed at once, each of which another follows."""
-
-    def again() -> Iterator[tuple[TileJob, Raw]]:
-        for tile, raw in tiles(again=True):
-            part.load(raw)
-            yield from pieces(tile, raw)
-
-    return again
-
-
-def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[Tile | Stored]:
-    for tile, raw in tiles:
-        if tile.piece:
-            yield from part.tiles(raw, tile.first_element, tile.piece)
-        else:
-            yield part.whole(raw, tile.first_element)
+def _sample_within(tile: TileJob, raw: Raw, making: Making) -> Tile:
+    assert making.part is not None
+    return making.part.sample_within(tile.variant(making.number, raw)[1])
 
 
 def _results(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from raymerge.deferred import torch
@@ -22,7 +22,7 @@ class StoredByte(NamedTuple):
     what: str = NOT_FINITE
 
 
-def find_cause(op: OpJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
+def find_cause(op: OpJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Mapping[int, str]) -> Problem:
     for load, raws in loads:
         for tile, raw in zip(load.tiles, raws, strict=True):
             for each, held in zip(op.inputs, raw, strict=True):

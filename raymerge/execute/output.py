@@ -14,6 +14,7 @@ import xxhash
 
 from raymerge.checkpoints.quantisation.block_codec import ErrorSums, Exactness
 from raymerge.deferred import torch
+from raymerge.errors import DiskSpaceError
 from raymerge.events import Activity
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.receipts import UNFINISHED
@@ -119,6 +120,8 @@ class Output:
         self.exactness: dict[str, Exactness] = {}
         """Of what was converted, by op number of codes."""
         self.shards: set[str] = set()
+        self.has_failed = False
+        """Whether its storage has no room for it."""
         self._staging = staging
         self._memory = memory
         self._turn = turn
@@ -190,7 +193,7 @@ class Output:
         offset, nbytes = span
         skipped = offset - read.offset
         for shard, begin in op.places:
-            with self._turn.away():
+            with self._writing():
                 done = self._staging.copy_range(
                     shard + UNFINISHED,
                     begin + skipped,
@@ -216,8 +219,17 @@ class Output:
         runs = sorted(_runs(block.shares)) if self._in_order else _runs(block.shares)
         self._write((shard, offset, view[begin : begin + nbytes]) for shard, offset, begin, nbytes in runs)
 
-    def _write(self, pieces: Iterable[tuple[str, int, memoryview]]) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         with self._turn.away():
+            try:
+                yield
+            except DiskSpaceError:
+                self.has_failed = True
+                raise
+
+    def _write(self, pieces: Iterable[tuple[str, int, memoryview]]) -> None:
+        with self._writing():
             for shard, offset, view in pieces:
                 self._staging.write_extent(shard + UNFINISHED, offset, view)
                 self.shards.add(shard)

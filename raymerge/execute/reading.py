@@ -85,6 +85,15 @@ class TileJob:
     """Most elements of a piece; 0: the tile is computed at once."""
     is_padding: bool = False
     """Whether it is read for the mean of the rows of padded inputs only, before all others."""
+    variants: tuple[tuple[TileJob, tuple[int, ...]], ...] = ()
+    """The tiles of the variants of a joint op, and which of its inputs they are made of."""
+
+    def variant(self, number: int, raw: Raw) -> tuple[TileJob, Raw]:
+        """What is made of its bytes for one variant; the tile itself of an op without any."""
+        if not self.variants:
+            return self, raw
+        tile, inputs = self.variants[number]
+        return tile, [raw[each] for each in inputs]
 
     @property
     def first_element(self) -> int:
@@ -153,8 +162,12 @@ def _cut(ops: Sequence[OpJob], lane: memory.Lane, device: torch.device) -> Itera
     batch: list[TileJob] = []
     nbytes = work = 0
     for op in ops:
-        passes = memory.expression_passes(op.expression, op.parts[0].shape)
+        passes = max(memory.expression_passes(each.expression, each.parts[0].shape) for each in op.each)
         cut = memory.tiling(op.need, op.num_elements, lane, passes=passes)
+        if op.variants and cut.peak > lane.budget:
+            # Too much together: each is made by itself, of a read of its own.
+            yield from _cut(op.each, lane, device)
+            continue
         need = op.need if device.type == "cpu" else op.need.on_gpu
         mine = need.load_bytes(op.num_elements)
         if batch and nbytes + mine > lane.load_bytes:
@@ -169,7 +182,7 @@ def _cut(ops: Sequence[OpJob], lane: memory.Lane, device: torch.device) -> Itera
             joined = tuple(each for other in op.joined_with for each in _cut([other], lane, device))
             yield replace(_long(op, need, cut.elements), joined=joined)
             continue
-        batch.append(TileJob(op, 0, op.num_elements, need.piece))
+        batch.append(_tile(op, need, 0, op.num_elements))
         nbytes += mine
         work = max(work, need.work_bytes(need.piece_of(op.num_elements)))
     if batch:
@@ -201,13 +214,22 @@ def _long(op: OpJob, need: memory.Need, elements: int) -> ReadPlan:
 def _loads(op: OpJob, need: memory.Need, elements: tuple[int, int], *, is_padding: bool) -> tuple[Load, ...]:
     total, size = elements
     tiles = [
-        TileJob(op, start, min(size, total - start), need.piece, is_padding)
+        _tile(op, need, start, min(size, total - start), is_padding=is_padding)
         for start in range(0, max(1, total), size)
     ]
     return tuple(
         Load((tile,), need.load_bytes(tile.count), need.work_bytes(need.piece_of(tile.count)))
         for tile in tiles
     )
+
+
+def _tile(op: OpJob, need: memory.Need, start: int, count: int, *, is_padding: bool = False) -> TileJob:
+    on_gpu = need is not op.need
+    variants = tuple(
+        (_tile(each.op, each.op.need.on_gpu if on_gpu else each.op.need, start, count), each.inputs)
+        for each in op.variants
+    )
+    return TileJob(op, start, count, need.piece, is_padding, variants)
 
 
 def _padded(op: OpJob) -> list[GatheredInput]:
@@ -336,7 +358,7 @@ class LoadReader:
             return store.read_extent(key, extent.offset, extent.nbytes, buffer, again=again, like=like)
 
         # Copies are written from where they are read to, and lie there as in the file to be written.
-        is_written = any(tile.op.expression.is_copy or tile.op.need.in_place for tile in load.tiles)
+        is_written = any(tile.op.writes_inputs for tile in load.tiles)
         if len(requests) < 2 or not any(self._sources[each.members[0].source].is_far for each in requests):
             return [fetch(request) for request in requests]
         # Every piece has ended when the pool has, so that nothing is written to the buffer any more.
@@ -433,7 +455,7 @@ def _requests(needed: Sequence[_Wanted], buffer: torch.Tensor) -> tuple[list[_Re
 def _target(load: Load, members: Sequence[_Wanted]) -> int | None:
     """Where the first byte of an extent will be written, if all of it is copied as it is."""
     tiles = [load.tiles[each.tile] for each in members]
-    if not all(tile.op.expression.is_copy for tile in tiles):
+    if not all(each.expression.is_copy for tile in tiles for each in tile.op.each):
         return None
     op = tiles[0].op
     return op.places[0][1] + op.expression.cast.nbytes(tiles[0].start)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from raymerge.checkpoints.quantisation.block_codec import Exactness
+from raymerge.errors import RaymergeError
 
 UNFINISHED = ".part"
 """Ending of a shard's name until all of its segments are in."""
@@ -59,6 +60,16 @@ class Receipt:
         if not all(map(_is_op, (*sums, *exactness))):
             raise ValueError("an op has no number")
         return replace(receipt, encoding_errors=sums, exactness=exactness)
+
+
+@dataclass(frozen=True, slots=True)
+class JointReceipt(Receipt):
+    """Of a segment of several plans that are carried out together; its own numbers are those of all."""
+
+    by_output: Mapping[int, Receipt] = field(default_factory=dict)
+    """Each plan's own receipt, by the plan's number."""
+    failures: Mapping[int, RaymergeError] = field(default_factory=dict)
+    """What some of the plans failed with."""
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {

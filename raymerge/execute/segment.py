@@ -14,11 +14,11 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -30,7 +30,7 @@ from raymerge.deferred import torch
 from raymerge.device_numerics import Fallback, return_free_memory
 from raymerge.devices import DeviceError, failure_of
 from raymerge.dtypes import DType
-from raymerge.errors import NonFiniteError, TransientError
+from raymerge.errors import DiskSpaceError, NonFiniteError, RaymergeError, TransientError
 from raymerge.events import PartInHand
 from raymerge.execute.compute import Scratch
 from raymerge.execute.encoding import is_summed_at_once, warm_up_sums
@@ -39,10 +39,11 @@ from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.non_finite_origin import find_cause
 from raymerge.execute.output import ComputePermit, NotFinite, Output
 from raymerge.execute.reading import LoadReader, read_plans
-from raymerge.execute.receipts import UNFINISHED, Receipt
+from raymerge.execute.receipts import UNFINISHED, JointReceipt, Receipt
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.jobs import Jobs, Making, OpJob
+from raymerge.merge_plan.joint import joint_costs, joint_ops
 from raymerge.merge_plan.memory import Lane as Share
 from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.tables import Plan
@@ -50,6 +51,7 @@ from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.retry import KEPT
 from raymerge.storage.store import ReadStore, Sink
 
+_T = TypeVar("_T")
 _CODED_COLUMNS = 256
 """Some blocks of every format, or one where they are longer."""
 _CODES_OF_ELEMENT = 8
@@ -207,53 +209,81 @@ class _LaneInHand:
     total_bytes: int
     turn: ComputePermit
     reader: LoadReader
-    output: Output
+    outputs: Mapping[int, Output]
 
     def snapshot(self) -> PartInHand:
-        done = min(self.total_bytes, self.reader.final_bytes + self.output.written_bytes)
+        written = sum(each.written_bytes for each in self.outputs.values())
+        done = min(self.total_bytes, self.reader.final_bytes + written)
         return PartInHand(self.segment, self.turn.activity, self.reader.tensor, done, self.total_bytes)
 
-
-Make: TypeAlias = Callable[[torch.device, str], Receipt]
 
 _PROCESSOR = torch.device("cpu")
 
 
-class SegmentRunner:
-    """Makes segments of one plan in one process, each in a thread of its caller's; as many at a time as the
-    projection has lanes. Who waits until bytes are durable has no lane any more, and another may take it.
+class OutputError(Exception):
+    """What is wrong with some of several plans that are carried out together."""
 
-    Shards grow in ``staging`` under their names with ``UNFINISHED``; at most ``threads`` segments are
-    computed at the same time."""
+    def __init__(self, outputs: Sequence[int], error: RaymergeError) -> None:
+        super().__init__(str(error))
+        self.outputs = tuple(outputs)
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutput:
+    """A plan that is carried out, and where its shards grow under their names with ``UNFINISHED``."""
+
+    plan: Plan
+    staging: Sink
+    sources: Sequence[int]
+    """The numbers of its sources among all that are read."""
+
+
+def _source_names(outputs: Sequence[PlanOutput]) -> dict[int, str]:
+    return {
+        number: source["name"]
+        for each in outputs
+        for number, source in zip(each.sources, each.plan.manifest["sources"], strict=False)
+    }
+
+
+class SegmentRunner:
+    """Makes segments of one plan, or of several whose outputs lie alike, in one process, each in a thread of
+    its caller's; as many at a time as the projection has lanes. Who waits until bytes are durable has no lane
+    any more, and another may take it.
+
+    At most ``threads`` segments are computed at the same time."""
 
     def __init__(
         self,
-        plan: Plan,
+        outputs: Sequence[PlanOutput],
         sources: Sequence[ReadStore],
-        staging: Sink,
         *,
         device: torch.device,
         projection: Projection,
         threads: int,
         name: str,
     ) -> None:
-        self._jobs = Jobs(plan)
-        self._names = [each["name"] for each in plan.manifest["sources"]]
+        self._jobs = [Jobs(o.plan, output=number, sources=o.sources) for number, o in enumerate(outputs)]
+        self._names = _source_names(outputs)
         self._sources = sources
-        self._staging = staging
+        self._stagings = [each.staging for each in outputs]
         self._projection = projection
         self._name = name
         self._device = device
-        self._fallback = Fallback(device, self._warmed(plan.expressions))
+        expressions = dict.fromkeys(each for output in outputs for each in output.plan.expressions)
+        self._fallback = Fallback(device, self._warmed(tuple(expressions)))
         self._idle: list[Equipment] = []
-        self._costs = plan["segments"].column("cost")
+        self._costs = joint_costs([each.plan for each in outputs])
         self._in_hand: dict[int, _LaneInHand] = {}
         self._lanes = threading.Semaphore(projection.lanes)
         self._maps = PageMaps()
         self._heap = HeapWatch(projection.peak, resident=lambda: _resident_bytes(self._maps.mapped_bytes))
         self._turns = threading.Semaphore(threads)
         self._lane_state = LaneState(
-            seed=int(plan.manifest["seed"]), aborted=threading.Event(), watch=self._heap.check
+            seeds=[int(each.plan.manifest["seed"]) for each in outputs],
+            aborted=threading.Event(),
+            watch=self._heap.check,
         )
 
     def _warmed(self, expressions: Sequence[Expression]) -> str:
@@ -274,7 +304,7 @@ class SegmentRunner:
         return failure.note if failure.is_lasting else ""
 
     def run(self, segment: int) -> Receipt:
-        """Make one segment and return when its bytes are durable.
+        """Make one segment of the only plan and return when its bytes are durable.
 
         Where a GPU fails, or has too little memory, the segment is made on the processor, and the receipt has
         a note of it.
@@ -282,10 +312,37 @@ class SegmentRunner:
         Raises NonFiniteError: a source or a result holds NaN or infinity; CheckpointError: a source cannot be
         read as it was when the plan was made; DiskSpaceError: the staging directory's file system is full;
         IncompleteError: ``abort`` was called."""
-        staging = self._staging
-        return self.on_device(lambda device, note: self.made(segment, device, note, sink=staging))
+        sinks = dict(enumerate(self._stagings))
+        return self.on_device(lambda device, note: self.made(segment, device, note, sinks=sinks))[0]
 
-    def on_device(self, make: Make) -> Receipt:
+    def run_jointly(self, segment: int, outputs: Sequence[int]) -> JointReceipt:
+        """Make one segment of these plans with one read. What some of them fail with is in the receipt, and
+        the others lose nothing by it; raises as ``run`` does what is wrong with all of them."""
+        failures: dict[int, RaymergeError] = {}
+        made: dict[int, Receipt] = {}
+        while not made and len(failures) < len(outputs):
+            sinks = {number: self._stagings[number] for number in outputs if number not in failures}
+            make = partial(self.made, segment, sinks=sinks)
+            try:
+                made = self.on_device(make)
+            except OutputError as error:
+                failures |= dict.fromkeys(error.outputs, error.error)
+        own = tuple(made.values())
+        return JointReceipt(
+            segment=segment,
+            read_bytes=sum(each.read_bytes for each in own),
+            written_bytes=sum(each.written_bytes for each in own),
+            seconds=max((each.seconds for each in own), default=0.0),
+            worker=self._name,
+            digests={},
+            peak_rss=max((each.peak_rss for each in own), default=0),
+            peak_device=max((each.peak_device for each in own), default=0),
+            note=own[0].note if own else "",
+            by_output=made,
+            failures=failures,
+        )
+
+    def on_device(self, make: Callable[[torch.device, str], _T]) -> _T:
         """What is made on the device, or anew on the processor where a GPU fails."""
         return self._fallback.run(make)
 
@@ -306,37 +363,61 @@ class SegmentRunner:
         device: torch.device,
         note: str,
         *,
-        sink: Sink,
+        sinks: Mapping[int, Sink],
         makings: Sequence[Making] | None = None,
-    ) -> Receipt:
-        """Make a segment, or what else is given in its place; raises as ``run`` does, and a GPU's errors.
+    ) -> dict[int, Receipt]:
+        """Make a segment of the plans with these numbers, or what else is given in its place; raises as
+        ``run`` does, and a GPU's errors; OutputError of several plans: what is wrong with some of them.
 
-        The note is for the receipt. ``makings`` are made in this order, and written in the order of their
+        The note is for the receipts. ``makings`` are made in this order, and written in the order of their
         places as far as can be; None for the segment's ops, in any order."""
         with self._lanes:
             started, lost_pages = time.monotonic(), self._maps.lost_pages
-            ops = self._jobs.ops(segment) if makings is None else self._jobs.these(segment, makings)
+            ops = self._ops(segment, sinks, makings)
             try:
-                reader, output = self._written(segment, ops, device, sink, in_order=makings is not None)
+                reader, outputs = self._written(segment, ops, device, sinks, in_order=makings is not None)
             finally:
                 self._in_hand.pop(segment, None)
-        for shard in sorted(output.shards):
-            sink.sync(shard + UNFINISHED)
+        for number, output in outputs.items():
+            with self._failing(number):
+                for shard in sorted(output.shards):
+                    sinks[number].sync(shard + UNFINISHED)
         if self._maps.lost_pages > lost_pages:
             self._refuse_lost_pages()
-        return Receipt(
-            segment=segment,
-            read_bytes=reader.read_bytes,
-            written_bytes=output.written_bytes,
-            seconds=round(time.monotonic() - started, 6),
-            worker=self._name,
-            digests=output.digests,
-            encoding_errors=output.encoding_errors,
-            exactness=output.exactness,
-            peak_rss=self._heap.peak_bytes,
-            peak_device=devices.peak_bytes(device),
-            note=note,
-        )
+        # What was read for all stands in the receipt of the first.
+        first, seconds = min(outputs), round(time.monotonic() - started, 6)
+        return {
+            number: Receipt(
+                segment=segment,
+                read_bytes=reader.read_bytes if number == first else 0,
+                written_bytes=output.written_bytes,
+                seconds=seconds,
+                worker=self._name,
+                digests=output.digests,
+                encoding_errors=output.encoding_errors,
+                exactness=output.exactness,
+                peak_rss=self._heap.peak_bytes,
+                peak_device=devices.peak_bytes(device),
+                note=note,
+            )
+            for number, output in outputs.items()
+        }
+
+    def _ops(self, segment: int, numbers: Iterable[int], makings: Sequence[Making] | None) -> Sequence[OpJob]:
+        jobs = [self._jobs[number] for number in numbers]
+        if makings is not None:
+            return jobs[0].these(segment, makings)
+        return jobs[0].ops(segment) if len(jobs) == 1 else joint_ops(each.ops(segment) for each in jobs)
+
+    @contextmanager
+    def _failing(self, *numbers: int) -> Iterator[None]:
+        """Say which of several plans an error is of."""
+        try:
+            yield
+        except (NonFiniteError, DiskSpaceError) as error:
+            if len(self._jobs) == 1:
+                raise
+            raise OutputError(numbers, error) from error
 
     def _refuse_lost_pages(self) -> None:
         """Raises CheckpointError: a source was cut short; TransientError: a page of one could not be read."""
@@ -345,21 +426,34 @@ class SegmentRunner:
         raise TransientError(f"a cached page of a source could not be read any more. {KEPT}")
 
     def _written(
-        self, segment: int, ops: Sequence[OpJob], device: torch.device, sink: Sink, *, in_order: bool
-    ) -> tuple[LoadReader, Output]:
+        self,
+        segment: int,
+        ops: Sequence[OpJob],
+        device: torch.device,
+        sinks: Mapping[int, Sink],
+        *,
+        in_order: bool,
+    ) -> tuple[LoadReader, dict[int, Output]]:
         maps = self._maps if device.type == "cpu" else None
         reader, turn = LoadReader(self._sources, maps), ComputePermit(self._turns)
         equipment = self._equipment(device)
-        output = Output(sink, equipment.block, turn, in_order=in_order)
+        outputs = {
+            number: Output(sink, equipment.blocks[number], turn, in_order=in_order)
+            for number, sink in sinks.items()
+        }
         cut = read_plans(ops, self._share(device), device)
-        self._in_hand[segment] = _LaneInHand(segment, self._costs[segment].as_py(), turn, reader, output)
+        self._in_hand[segment] = _LaneInHand(segment, self._costs[segment], turn, reader, outputs)
         try:
-            Lane(self._lane_state, turn, reader, output, equipment).run(tuple(cut))
+            Lane(self._lane_state, turn, reader, outputs, equipment).run(tuple(cut))
         except NotFinite as error:
-            raise self._non_finite_origin(error.op, reader, equipment.buffer) from None
+            with self._failing(*(each.output for each in error.op.each)):
+                raise self._non_finite_origin(error.op, reader, equipment.buffer) from None
+        except DiskSpaceError:
+            with self._failing(*(number for number, output in outputs.items() if output.has_failed)):
+                raise
         # Only now, when nothing can be on its way into it or out of it.
         self._idle.append(equipment)
-        return reader, output
+        return reader, outputs
 
     def _equipment(self, device: torch.device) -> Equipment:
         idle = self._idle_one(device)
@@ -379,7 +473,7 @@ class SegmentRunner:
                 limit=limit,
                 maps=self._maps if device.type == "cpu" else None,
             ),
-            block=transfers.buffer(share.write_bytes),
+            blocks=[transfers.buffer(share.write_bytes) for _ in self._jobs],
             scratch=Scratch(transfers.device),
         )
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.expressions import Expression, GatherInput, Read, repeated_reads
+from raymerge.merge_plan.expressions import Expression, GatherInput, Read, copy_expression, repeated_reads
 from raymerge.merge_plan.memory import GatherNeed, InputNeed, Need, OpSize, PartSize, gather_need, op_need
 from raymerge.merge_plan.plan import Flags, Ints, RunReader, ints, starts
 from raymerge.merge_plan.tables import Plan, read_gather_input, read_scales
@@ -142,6 +143,12 @@ class OpJob:
     """Ops of codes that are to have the same one scale; they are made by themselves."""
     copy_of: int = -1
     """The first op of the same content, which is made in its place; -1 for none."""
+    output: int = 0
+    """Which of the plans that are carried out together it is of."""
+    variants: tuple[Variant, ...] = ()
+    """Ops of several plans that are made of these inputs, each in its own place; none: it is made itself."""
+    leaves_inputs: bool = False
+    """Whether others are made of its inputs after it, so that its results may not take their place."""
 
     @property
     def made_by(self) -> int:
@@ -168,6 +175,16 @@ class OpJob:
         is_read = any(isinstance(each, Read) and each.scales is not None for each in self.inputs)
         return is_read or self.expression.encode is not None
 
+    @property
+    def each(self) -> tuple[OpJob, ...]:
+        """Its variants, or itself without any."""
+        return tuple(variant.op for variant in self.variants) or (self,)
+
+    @cached_property
+    def writes_inputs(self) -> bool:
+        """Whether what it is read into is written from, or written to."""
+        return any(each.expression.is_copy or each.need.in_place for each in self.each)
+
     @cached_property
     def repeated(self) -> list[bool]:
         """Of each input whether its bytes are those of the part before, which are read once."""
@@ -175,6 +192,14 @@ class OpJob:
 
     @cached_property
     def need(self) -> Need:
+        if self.variants:
+            return _joint_need(self._need_of(copy_expression(self.expression.cast)), self.variants)
+        need = self._need_of(self.expression)
+        if self.leaves_inputs and need.in_place:
+            return replace(need, in_place=False, fixed_bytes=need.fixed_bytes + self.nbytes)
+        return need
+
+    def _need_of(self, expression: Expression) -> Need:
         shapes = [part.shape for part in self.parts]
         size = OpSize(
             self.num_elements,
@@ -185,7 +210,33 @@ class OpJob:
             () if self.is_flat else tuple(PartSize(part.shape, part.view) for part in self.parts),
         )
         inputs = map(_input_need, self.inputs, self.repeated)
-        return op_need(self.expression, list(inputs), size)
+        return op_need(expression, list(inputs), size)
+
+
+class Variant(NamedTuple):
+    """An op that is made of some inputs of a read."""
+
+    op: OpJob
+    inputs: tuple[int, ...]
+    """The numbers of its own inputs among those that are read."""
+
+
+def _joint_need(read: Need, variants: Sequence[Variant]) -> Need:
+    """The need of ops that are made one after the other of one read: statistics of all live together where
+    they are taken tile by tile."""
+    needs = [each.op.need for each in variants]
+    fixed = [each.fixed_bytes for each in needs]
+    pieces = [each.piece for each in needs]
+    return replace(
+        read,
+        work_per_element=max(each.work_per_element for each in needs),
+        scratch_per_element=max(each.scratch_per_element for each in needs),
+        fixed_bytes=sum(fixed) if variants[0].op.is_flat else max(fixed),
+        least_elements=max(each.least_elements for each in needs),
+        unit=math.lcm(*(each.unit for each in needs)),
+        piece=max(pieces) if all(pieces) else 0,
+        in_place=any(each.in_place for each in needs),
+    )
 
 
 def _input_need(source: Input, is_repeated: bool) -> InputNeed:
@@ -200,8 +251,12 @@ def _input_need(source: Input, is_repeated: bool) -> InputNeed:
 class Jobs:
     """Reads jobs out of a plan; expressions and columns are made ready once."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, output: int = 0, sources: Sequence[int] | None = None) -> None:
+        """``output``: the plan's number among those that are carried out together; ``sources``: the numbers
+        that its sources have there, None: their own."""
         self._plan = plan
+        self._output = output
+        self._sources = sources
         self._expressions: Sequence[Expression] = plan.expressions
         self._shards: Sequence[str] = plan["shards"].column("name").to_pylist()
         self._dtypes: Mapping[str, DType] = {dtype.value: dtype for dtype in DType}
@@ -288,6 +343,7 @@ class Jobs:
             tensor_scale=self._made_with(row.tensor_scale),
             zero_points=self._made_with(row.zero_points),
             copy_of=row.copy_of,
+            output=self._output,
         )
 
     def _made_with(self, index: int) -> OpJob | None:
@@ -310,7 +366,12 @@ class Jobs:
         scales = None
         if row.scales >= 0:
             scales = read_scales(self._scales.row(row.scales), self._encodings)
-        return Read(row.part, row.source, row.key, row.offset, row.nbytes, dtype, view, scales=scales)
+        return Read(
+            row.part, self._source(row.source), row.key, row.offset, row.nbytes, dtype, view, scales=scales
+        )
+
+    def _source(self, number: int) -> int:
+        return number if self._sources is None else self._sources[number]
 
     def _gathered(self, number: int) -> GatheredInput:
         (row,) = self._plan["gathers"].slice(number, 1).to_pylist()
@@ -320,6 +381,8 @@ class Jobs:
         first = gather_inputs[0]["first_factor"]
         count = sum(gather_input["num_factors"] for gather_input in gather_inputs)
         factors = self._plan["factors"].slice(first, count).to_pylist()
+        for each in (*gather_inputs, *factors):
+            each["source"] = self._source(each["source"])
         runs = self._plan["runs"].slice(row["first_run"], row["num_runs"])
         return GatheredInput(
             num_rows=row["num_rows"],

@@ -546,6 +546,21 @@ class Projection:
     """Bytes that a worker takes besides its lanes, to ask servers anything."""
     gpu_peak: int = 0
     """Bytes of its memory that a GPU will use at most, where one computes."""
+    least_lane: int = 0
+    """Bytes of the smallest lane that every op can be made in."""
+    outputs: int = 1
+    """Plans that are carried out together, each with a buffer of its own for finished bytes in every lane."""
+
+    @property
+    def most_outputs(self) -> int:
+        """Plans like this one that can be carried out together: their buffers take half of a lane at most."""
+        each = self._lane.budget
+        spare = min(each // 2, each - max(SMALLEST_LANE, self.least_lane))
+        return 1 + max(0, spare // max(1, self._lane.write_bytes))
+
+    def together(self, outputs: int) -> Projection:
+        """The projection of so many plans that need no more than this one; they take what they are given."""
+        return replace(self, outputs=outputs, peak=max(self.peak, self.budget)) if outputs > 1 else self
 
     @property
     def whole_peak(self) -> int:
@@ -566,6 +581,10 @@ class Projection:
 
     @property
     def lane(self) -> Lane:
+        return Lane(self._lane.budget - (self.outputs - 1) * self._lane.write_bytes)
+
+    @property
+    def _lane(self) -> Lane:
         return Lane((self.budget - self.shared) // self.lanes)
 
 
@@ -600,6 +619,7 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
         least_method,
         shared,
         gpu_peak=gpu_peak * lanes,
+        least_lane=least,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,6 +98,11 @@ class Combination:
 
 class CombinationKernel(StoredKernel):
     """``sum c_i T_i``, or ``B + sum c_i (T_i - B)`` with a base, with c from the inner products."""
+
+    concludes_each = True
+
+    def observed(self, settings: Settings) -> Hashable:
+        return len(settings.sources)
 
     @abstractmethod
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:

@@ -4,9 +4,9 @@ randomness: parameters, random keys and shape come in ``Settings``."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,14 @@ class Settings:
     def flag(self, name: str) -> bool:
         return bool(self.values[name])
 
+    def without(self, *names: str) -> Settings:
+        """These settings less some parameters, of all sources too."""
+
+        def less(values: Mapping[str, Value]) -> Mapping[str, Value]:
+            return {name: value for name, value in values.items() if name not in names}
+
+        return replace(self, values=less(self.values), sources=tuple(map(less, self.sources)))
+
     def per_source(self, name: str) -> tuple[float, ...]:
         return tuple([_number(source, name) for source in self.sources])
 
@@ -58,6 +66,10 @@ def _number(values: Mapping[str, Value], name: str) -> float:
     if value is None:
         raise ValueError(f"{name} has no value")
     return float(value)
+
+
+def _frozen(values: Mapping[str, Value]) -> Hashable:
+    return tuple(sorted(values.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +124,15 @@ class AnchoredSum:
 class Kernel(ABC):
     """The arithmetic of a method. Stateless: statistics live in the state that ``begin`` makes.
 
-    ``apply`` suffices. The next four serve a method that needs statistics of the whole tensor first."""
+    ``apply`` suffices. What follows serves a method that needs statistics of the whole tensor first."""
+
+    concludes_each: ClassVar[bool] = False
+    """Whether of settings that are observed alike each is concluded by itself, after the one pass, on a
+    shallow copy of the state; otherwise one conclusion is for all."""
+
+    def observed(self, settings: Settings) -> Hashable:
+        """What the statistics depend on: settings with equal values of it share their passes."""
+        return _frozen(settings.values), tuple(map(_frozen, settings.sources)), settings.position
 
     @abstractmethod
     def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:

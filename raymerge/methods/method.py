@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -238,20 +239,58 @@ def gather(
     ``tiles`` is called for each pass and gives all tiles of the tensor in order; to a ``StoredKernel`` they
     may come as stored. ``sample`` gives the tensor's ``sample_runs`` as one tile; it is called only for a
     method that takes a sample, of a tensor that has one. None where a sample cannot be had."""
-    kernel = method.kernel_with(settings)
-    usual = kernel.passes(settings)
-    if not usual:
-        return None
-    state = kernel.begin(settings, num_elements, device)
-    if sample is not None and method.sampler is not None and sample_runs(num_elements):
-        method.sampler(state, sample(), settings)
-    index, wants_more = 0, False
-    while index < usual or wants_more:
+    gathering = Gathering(method, (settings,), num_elements, device)
+    if sample is not None and gathering.takes_sample:
+        gathering.add_sample(sample())
+    while not gathering.is_done:
         for tile in tiles():
-            if isinstance(tile, Tile):
-                kernel.observe(state, tile, settings, index)
-            elif isinstance(kernel, StoredKernel):
-                kernel.observe_stored(state, tile, settings, index)
-        wants_more = kernel.conclude(state, settings, index)
-        index += 1
-    return state
+            gathering.observe(tile)
+        gathering.end_pass()
+    return gathering.states[0]
+
+
+class Gathering:
+    """The statistics of one tensor, pass by pass, for settings with which tiles are observed alike."""
+
+    def __init__(
+        self, method: Method, settings: Sequence[Settings], num_elements: int, device: torch.device
+    ) -> None:
+        self._kernel = method.kernel_with(settings[0])
+        self._sampler = method.sampler if sample_runs(num_elements) else None
+        self._settings = tuple(settings)
+        self._usual = self._kernel.passes(settings[0])
+        self._index = 0
+        self._wants_more = False
+        self._state = self._kernel.begin(settings[0], num_elements, device) if self._usual else None
+        self.states: tuple[Any, ...] = (self._state,) * len(settings)
+        """One for each of the settings, for ``apply`` once it is done; None for a method without passes."""
+
+    @property
+    def takes_sample(self) -> bool:
+        return self._usual > 0 and self._sampler is not None
+
+    @property
+    def is_done(self) -> bool:
+        return self._index >= self._usual and not self._wants_more
+
+    def add_sample(self, sample: Tile) -> None:
+        assert self._sampler is not None
+        self._sampler(self._state, sample, self._settings[0])
+
+    def observe(self, tile: Tile | Stored) -> None:
+        if isinstance(tile, Tile):
+            self._kernel.observe(self._state, tile, self._settings[0], self._index)
+        elif isinstance(self._kernel, StoredKernel):
+            self._kernel.observe_stored(self._state, tile, self._settings[0], self._index)
+
+    def end_pass(self) -> None:
+        others = self._settings[1:]
+        before = [copy(self._state) for _ in others]
+        self._wants_more = self._kernel.conclude(self._state, self._settings[0], self._index)
+        if self._kernel.concludes_each:
+            for state, settings in zip(before, others, strict=True):
+                self._kernel.conclude(state, settings, self._index)
+            self.states = (self._state, *before)
+        else:
+            self.states = (self._state, *[copy(self._state) for _ in others])
+        self._index += 1

@@ -5,7 +5,7 @@ two tensors as vectors (slerp), or between two deltas, as WARP merges policies (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +40,11 @@ class _Arc:
 class SlerpKernel(StoredKernel):
     """``sin((1-t)a)/sin(a) B + sin(ta)/sin(a) T`` with a the angle between B and T; ``(1-t)B + tT`` where
     they are all but parallel (or opposite)."""
+
+    concludes_each = True
+
+    def observed(self, settings: Settings) -> Hashable:
+        return ()
 
     def passes(self, settings: Settings) -> int:
         return 1

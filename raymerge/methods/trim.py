@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -190,6 +190,10 @@ class TrimmingKernel(StoredKernel):
     elect: bool
     num_thresholds: int
     """2 with outliers, else 1."""
+
+    def observed(self, settings: Settings) -> Hashable:
+        """Thresholds are those of the deltas, whatever these count for."""
+        return super().observed(settings.without("weight", "lambda", "normalize"))
 
     @abstractmethod
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:

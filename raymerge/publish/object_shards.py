@@ -356,7 +356,7 @@ class ShardsRunner:
         self.done_bytes[number] = 0
         with self.sink(order, stamp=stamp, guard=self.guard, goes_on=self._check_going) as sink:
             for segment, makings in order.steps:
-                receipt = runner.made(segment, device, note, sink=sink, makings=makings)
+                receipt = runner.made(segment, device, note, sinks={0: sink}, makings=makings)[0]
                 made[segment] = joined(made[segment], receipt) if segment in made else receipt
                 self.done_bytes[number] += receipt.read_bytes + receipt.written_bytes
             # Before anybody can see it: a source may have been changed meanwhile.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,38 +67,116 @@ class SegmentWork:
         return max(least, had // 2) if had > least else None
 
     def open(self, device: torch.device, name: str) -> SegmentsRunner:
-        # The driver, which makes no segment, need not load what does.
-        from raymerge.execute.segment import SegmentRunner
+        return _opened([self], self.projection, device, name)
 
-        retry_policy = RetryPolicy()
-        sources, staging = self.open_sources(retry_policy), self.open_staging(retry_policy)
+    def open_source(self, number: int, retry_policy: RetryPolicy) -> ReadStore:
+        root, expected = self.roots[number], self.expected_files(number)
+        return open_store(root, retry_policy=retry_policy, expected=expected)
 
-        def runner(projection: Projection) -> SegmentRunner:
-            return SegmentRunner(
-                self.plan,
-                sources,
-                staging,
-                device=device,
-                projection=projection,
-                threads=self.threads,
-                name=name,
-            )
-
-        return SegmentsRunner(runner, self.projection, sources, staging, retry_policy)
-
-    def open_sources(self, retry_policy: RetryPolicy) -> Sequence[ReadStore]:
-        return [
-            open_store(root, retry_policy=retry_policy, expected=self.expected_files(number))
-            for number, root in enumerate(self.roots)
-        ]
+    def expected_files(self, source: int) -> dict[str, FileInfo]:
+        mine = (each for each in self.files if each.source == source and each.version)
+        return {each.key: FileInfo(each.key, each.nbytes, each.version) for each in mine}
 
     def open_staging(self, retry_policy: RetryPolicy) -> LocalStore:
         guard = partial(check_begun, self.staging / RECORD, self.attempt_id) if self.attempt_id else None
         return LocalStore(self.staging, retry_policy=retry_policy, guard=guard)
 
-    def expected_files(self, source: int) -> dict[str, FileInfo]:
-        mine = (each for each in self.files if each.source == source and each.version)
-        return {each.key: FileInfo(each.key, each.nbytes, each.version) for each in mine}
+
+@dataclass(frozen=True, slots=True)
+class JointWork:
+    """Segments of several plans whose outputs lie alike, each made for all of them with one read."""
+
+    works: tuple[SegmentWork, ...]
+    """One for each plan, which has its own staging directory."""
+    todo: Mapping[int, tuple[int, ...]]
+    """By segment, the numbers of the plans that it is to be made of."""
+    projection: Projection
+    part: ClassVar[str] = "segment"
+
+    @property
+    def slots(self) -> int:
+        return self.projection.lanes + 1
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """Of all sources, which are numbered by their places in order of first use."""
+        numbers = list(_source_numbers(self.works))
+        files = (
+            replace(file, source=of_work[file.source])
+            for work, of_work in zip(self.works, numbers, strict=True)
+            for file in work.files
+        )
+        return tuple({(file.source, file.key): file for file in files}.values())
+
+    @property
+    def place(self) -> Path:
+        return self.works[0].place
+
+    def reads(self) -> tuple[frozenset[int], ...]:
+        numbers = {(file.root, file.key): number for number, file in enumerate(self.files)}
+        by_plan = [
+            [{numbers[work.files[each].root, work.files[each].key] for each in part} for part in work.reads()]
+            for work in self.works
+        ]
+        return tuple(frozenset().union(*parts) for parts in zip(*by_plan, strict=True))
+
+    def lessened(self, number: int, budget: int | None) -> int | None:
+        """Half of a lane's memory, or what the neediest of the plans needs if that is more."""
+        smaller = [self.works[plan].lessened(number, budget) for plan in self.todo[number]]
+        fitting = [each for each in smaller if each is not None]
+        return max(fitting) if fitting else None
+
+    def open(self, device: torch.device, name: str) -> SegmentsRunner:
+        return _opened(self.works, self.projection, device, name, todo=self.todo)
+
+
+def _source_numbers(works: Sequence[SegmentWork]) -> Iterator[list[int]]:
+    """Of each plan, the numbers that its sources have among those of all, by their places in order of first
+    use; of one plan alone they are their own."""
+    known: dict[str, int] = {}
+    for work in works:
+        yield (
+            [known.setdefault(root, len(known)) for root in work.roots]
+            if len(works) > 1
+            else list(range(len(work.roots)))
+        )
+
+
+def _opened(
+    works: Sequence[SegmentWork],
+    projection: Projection,
+    device: torch.device,
+    name: str,
+    *,
+    todo: Mapping[int, tuple[int, ...]] | None = None,
+) -> SegmentsRunner:
+    """What makes segments of these plans."""
+    # The driver, which makes no segment, need not load what does.
+    from raymerge.execute.segment import PlanOutput, SegmentRunner
+
+    retry_policy = RetryPolicy()
+    stores: dict[int, ReadStore] = {}
+    for work, numbers in zip(works, _source_numbers(works), strict=True):
+        for own, number in enumerate(numbers):
+            if number not in stores:
+                stores[number] = work.open_source(own, retry_policy)
+    stagings = [work.open_staging(retry_policy) for work in works]
+    outputs = [
+        PlanOutput(work.plan, staging, numbers)
+        for work, staging, numbers in zip(works, stagings, _source_numbers(works), strict=True)
+    ]
+
+    def runner(projection: Projection) -> SegmentRunner:
+        return SegmentRunner(
+            outputs,
+            list(stores.values()),
+            device=device,
+            projection=projection,
+            threads=works[0].threads,
+            name=name,
+        )
+
+    return SegmentsRunner(runner, projection, list(stores.values()), stagings, retry_policy, todo)
 
 
 def costliest_first(costs: Sequence[int], done: Container[int] = ()) -> list[int]:
@@ -119,14 +197,17 @@ class SegmentsRunner:
         runner: Callable[[Projection], SegmentRunner],
         projection: Projection,
         sources: Sequence[ReadStore],
-        staging: LocalStore,
+        stagings: Sequence[LocalStore],
         retry_policy: RetryPolicy,
+        todo: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
+        """``todo``: by segment, the numbers of the plans that it is made of; None for one plan alone."""
         self._runner = runner
         self._projection = projection
         self._sources = sources
-        self._staging = staging
+        self._stagings = stagings
         self._retry_policy = retry_policy
+        self._todo = todo
         self._made_by = [runner(projection)]
         # Each lane computes on its own thread; torch's own threads would wait for each other at every step.
         self._torch_threads = torch.get_num_threads()
@@ -135,7 +216,10 @@ class SegmentsRunner:
         gc.freeze()
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
-        return self.settled(self.fitting(budget).run(number))
+        runner = self.fitting(budget)
+        if self._todo is None:
+            return self.settled(runner.run(number))
+        return self.settled(runner.run_jointly(number, self._todo[number]))
 
     def settled(self, receipt: Receipt) -> Receipt:
         """The result, with failures of storage; raises CheckpointError where it is useless."""
@@ -169,7 +253,7 @@ class SegmentsRunner:
     def close(self) -> None:
         gc.unfreeze()
         torch.set_num_threads(self._torch_threads)
-        for store in (*self._sources, self._staging):
+        for store in (*self._sources, *self._stagings):
             store.close()
 
 

@@ -178,17 +178,14 @@ class DiscardingStore(LocalStore):
 class DiscardedWork(SegmentWork):
     patterns: Path = Path()
 
-    def open_sources(self, retry_policy: RetryPolicy) -> Sequence[ReadStore]:
-        return [
-            MadeUpStore(
-                Path(root),
-                patterns=self.patterns,
-                seed=number,
-                retry_policy=retry_policy,
-                expected=self.expected_files(number),
-            )
-            for number, root in enumerate(self.roots)
-        ]
+    def open_source(self, number: int, retry_policy: RetryPolicy) -> ReadStore:
+        return MadeUpStore(
+            Path(self.roots[number]),
+            patterns=self.patterns,
+            seed=number,
+            retry_policy=retry_policy,
+            expected=self.expected_files(number),
+        )
 
     def open_staging(self, retry_policy: RetryPolicy) -> DiscardingStore:
         guard = partial(check_begun, self.staging / RECORD, self.attempt_id) if self.attempt_id else None

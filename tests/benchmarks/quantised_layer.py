@@ -38,7 +38,7 @@ from raymerge.api import plan, read_recipe
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.dtypes import DType
 from raymerge.execute.output import UNFINISHED
-from raymerge.execute.segment import SegmentRunner
+from raymerge.execute.segment import PlanOutput, SegmentRunner
 from raymerge.merge_plan.memory import lanes_of, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.sources import open_models
@@ -196,9 +196,8 @@ def _make(made: Plan, roots: Sequence[Path], place: Path, segments: Sequence[int
     cores = cores_here()
     projection = project(made, _BUDGET, lanes=lanes_of(cores))
     runner = SegmentRunner(
-        made,
+        [PlanOutput(made, staging, range(len(roots)))],
         [LocalStore(root) for root in roots],
-        staging,
         device=torch.device("cpu"),
         projection=projection,
         threads=cores,

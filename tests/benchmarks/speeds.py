@@ -27,7 +27,7 @@ from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
-from raymerge.execute.segment import SegmentRunner
+from raymerge.execute.segment import PlanOutput, SegmentRunner
 from raymerge.merge_plan.expressions import Expression, Op, Output, Part, copy_expression
 from raymerge.merge_plan.memory import lanes_of, project
 from raymerge.merge_plan.tables import Plan
@@ -222,9 +222,8 @@ class SpeedBench:
 
     def _task(self, plan: Plan, name: str, stores: Sequence[Source], turns: _Turns) -> _Task:
         runner = SegmentRunner(
-            plan,
+            [PlanOutput(plan, Nowhere(self._root), range(len(stores)))],
             stores,
-            Nowhere(self._root),
             device=torch.device("cpu"),
             projection=project(plan, BUDGET, lanes=max(LANES, cores_here())),
             threads=cores_here(),

@@ -443,7 +443,7 @@ def test_measured_memory_stays_within_the_projection(
     plan = sound_plan(large, output_of(reads, (rows + 10, columns), method))
     budget = Jobs(plan).ops(0)[0].need.least_bytes
     bench = bench_of(large, plan, tmp_path / "out", budget=budget)
-    assert len({tile.start for tile in tiles_of(bench.runner._jobs.ops(0), budget)}) > 2
+    assert len({tile.start for tile in tiles_of(bench.runner._jobs[0].ops(0), budget)}) > 2
     assert 0 < _peak(bench) <= bench.projection.peak <= budget
 
 
@@ -459,7 +459,7 @@ def test_memory_of_long_rows_that_tiles_cut_stays_within_the_projection(
     plan = sound_plan(large, output_of((read, read), (rows, columns), method))
     budget = (128 if resident else 24) << 20
     bench = bench_of(large, plan, tmp_path / "out", budget=budget)
-    starts = {tile.start for tile in tiles_of(bench.runner._jobs.ops(0), budget)}
+    starts = {tile.start for tile in tiles_of(bench.runner._jobs[0].ops(0), budget)}
     assert (len(starts) == 1) is resident
     assert 0 < _peak(bench) <= bench.projection.peak <= budget
 

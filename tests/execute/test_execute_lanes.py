@@ -327,7 +327,7 @@ def test_a_lane_has_two_buffers_for_all_of_its_segments(tmp_path: Path) -> None:
     assert (buffers.made, buffers.most) == (2, lane.load_bytes + lane.write_bytes)
     (equipment,) = bench.runner._idle
     # What a load and its work may take is what the block leaves of the peak.
-    assert equipment.buffer._limit + equipment.block.numel() == bench.projection.peak
+    assert equipment.buffer._limit + equipment.blocks[0].numel() == bench.projection.peak
 
 
 def test_loads_of_all_sizes_come_and_go_within_the_projection(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from raymerge.api import plan, read_recipe
 from raymerge.execute import compute
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.reading import TileJob, read_plans
-from raymerge.execute.segment import SegmentRunner
+from raymerge.execute.segment import PlanOutput, SegmentRunner
 from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan.jobs import OpJob
 from raymerge.merge_plan.memory import Lane, Projection, project
@@ -68,9 +68,8 @@ def plan_bench(
         staging.write_at(shard["name"] + UNFINISHED, 0, shard["header"])
     projection = project(made, budget, lanes=lanes)
     runner = SegmentRunner(
-        made,
+        [PlanOutput(made, wrap(staging), range(len(roots)))],
         [LocalStore(Path(each)) for each in roots],
-        wrap(staging),
         device=torch.device(device),
         projection=projection,
         threads=max(1, lanes - 1),

@@ -174,7 +174,7 @@ def test_every_thread_is_told_to_compute_alone(tmp_path: Path, monkeypatch: pyte
     segments = _Segments()
     made_by: Any = lambda _: segments  # noqa: E731
     projection: Any = None
-    runner = SegmentsRunner(made_by, projection, (), LocalStore(tmp_path), RetryPolicy())
+    runner = SegmentsRunner(made_by, projection, (), [LocalStore(tmp_path)], RetryPolicy())
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(runner.run, range(8)))
     assert segments.threads

@@ -1,0 +1,110 @@
+"""Plans whose outputs lie alike, carried out together: what they read alike is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raymerge.merge_plan.jobs import GatheredInput, Input, JobPart, OpJob, Variant
+from raymerge.merge_plan.plan import Ints, Plan, digest, ints
+
+_LAYOUT: Mapping[str, tuple[str, ...]] = {
+    "shards": ("name", "nbytes"),
+    "segments": ("first_op", "num_ops", "shard"),
+    "ops": ("shard", "offset", "nbytes"),
+}
+
+
+def joint_groups(plans: Sequence[Plan]) -> tuple[tuple[int, ...], ...]:
+    """The plans that can be carried out together, by position: their shards, segments and ops lie alike."""
+    groups: dict[str, list[int]] = {}
+    for number, plan in enumerate(plans):
+        tables = {name: plan[name].select(columns) for name, columns in _LAYOUT.items()}
+        groups.setdefault(digest({}, tables), []).append(number)
+    return tuple(map(tuple, groups.values()))
+
+
+def joint_costs(plans: Sequence[Plan]) -> list[int]:
+    """Bytes that each segment reads and writes, at most: as if the plans with the costliest read all that the
+    others do."""
+    if len(plans) == 1:
+        costs: list[int] = plans[0]["segments"].column("cost").to_pylist()
+        return costs
+    written = [_written_bytes(plan) for plan in plans]
+    read = [ints(plan["segments"], "cost") - own for plan, own in zip(plans, written, strict=True)]
+    return [int(each) for each in np.maximum.reduce(read) + sum(written)]
+
+
+def _written_bytes(plan: Plan) -> Ints:
+    """Bytes of the ops that each segment makes ``[segments]``."""
+    ops, segments = plan["ops"], plan["segments"]
+    is_made = (ints(ops, "copy_of") < 0) & (ints(ops, "made_with") < 0)
+    sums = np.append(0, np.cumsum(np.where(is_made, ints(ops, "nbytes"), 0)))
+    first = ints(segments, "first_op")
+    return np.asarray(sums[first + ints(segments, "num_ops")] - sums[first], dtype=np.int64)
+
+
+def joint_ops(by_output: Iterable[Sequence[OpJob]]) -> list[OpJob]:
+    """The ops of one segment of several plans, in order: those that are made at one place, of inputs of which
+    one op's are all that is read, as one; all others as they are."""
+    by_place: dict[int, list[OpJob]] = {}
+    for ops in by_output:
+        for op in ops:
+            by_place.setdefault(op.index, []).append(op)
+    return [joint for index in sorted(by_place) for joint in _joined(by_place[index])]
+
+
+def _joined(ops: Sequence[OpJob]) -> list[OpJob]:
+    groups: dict[Hashable, list[OpJob]] = {}
+    for op in ops:
+        groups.setdefault(_form(op), []).append(op)
+    return [each for group in groups.values() for each in (_union(group) if len(group) > 1 else group)]
+
+
+def _form(op: OpJob) -> Hashable:
+    """What ops have in common that are made of one read; nothing with any other for one that is made apart.
+
+    Codes that share one scale with other matrices are made after a look at those, and padded rows after a
+    look at all of them."""
+    padded = any(isinstance(each, GatheredInput) and each.is_padded for each in op.inputs)
+    if padded or op.joined_with or op.expression.is_unread:
+        return op.output
+    parts = tuple((part.shape, part.view, len(part.inputs) if len(op.parts) > 1 else 0) for part in op.parts)
+    return op.first_element, op.num_elements, op.is_flat, parts
+
+
+def _union(ops: Sequence[OpJob]) -> Sequence[OpJob]:
+    """One op of the inputs of all; the ops themselves where its parts would have unequally many inputs."""
+    parts: list[JobPart] = []
+    picks: list[list[int]] = [[] for _ in ops]
+    for number, part in enumerate(ops[0].parts):
+        numbers: dict[Hashable, int] = {}
+        inputs: list[Input] = []
+        before = sum(len(each.inputs) for each in parts)
+        for own, op in zip(picks, ops, strict=True):
+            for each in op.parts[number].inputs:
+                if (key := _identity(each)) not in numbers:
+                    numbers[key] = len(inputs)
+                    inputs.append(each)
+                own.append(before + numbers[key])
+        parts.append(replace(part, inputs=tuple(inputs)))
+    if len({len(part.inputs) for part in parts}) > 1:
+        return ops
+    # What may take the place of its inputs is made last.
+    last = len(ops) - 1
+    order = sorted(range(len(ops)), key=lambda number: ops[number].need.in_place)
+    variants = [
+        Variant(replace(ops[number], leaves_inputs=position < last), tuple(picks[number]))
+        for position, number in enumerate(order)
+    ]
+    return (replace(ops[0], parts=tuple(parts), variants=tuple(variants)),)
+
+
+def _identity(source: Input) -> Hashable:
+    """What equal inputs have in common."""
+    if not isinstance(source, GatheredInput):
+        return source
+    sizes = source.num_rows, source.num_columns, source.real_rows
+    return *sizes, source.inputs, source.runs.tobytes()

@@ -1,0 +1,153 @@
+"""Several plans made of one read give what each gives by itself, byte by byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.joint_merges import elsewhere, joint_work, made_apart, made_together, planned, written
+from kits.merge_cases import Family, make_family, recipes
+from kits.quantised_merges import entries
+from kits.quantised_models import deepseek_v3, gpt_oss, kimi_k2_thinking, three_formats
+from kits.recipe_maker import linear, slerp
+
+from raymerge.errors import NonFiniteError
+from raymerge.merge_plan.joint import joint_groups
+from raymerge.methods import methods
+
+MIB = 1 << 20
+ROOMY = 256 * MIB
+
+CHANGES: Mapping[str, Callable[[float], float]] = {
+    "weight": lambda value: value * 0.75,
+    "density": lambda value: value * 0.8,
+    "t": lambda value: value * 0.5,
+    "lambda": lambda value: value * 0.9,
+    "scale": lambda value: value * 0.5,
+}
+
+
+def _changed(value: Any, names: tuple[str, ...]) -> Any:
+    """A recipe with other numbers under these names."""
+    if isinstance(value, list):
+        return [_changed(each, names) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: CHANGES[key](each) if key in names and isinstance(each, int | float) else _changed(each, names)
+        for key, each in value.items()
+    }
+
+
+def _sweep(recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    """Recipes whose weights, whose densities and whose seed differ, and one that is there twice."""
+    alike = {**recipe, "seed": 11}
+    return [
+        recipe,
+        _changed(recipe, ("weight", "t", "lambda", "scale")),
+        _changed(recipe, ("density",)),
+        alike,
+        recipe,
+    ]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("family"), hidden=160)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Models whose embeddings are several loads of a small budget."""
+    root = tmp_path_factory.mktemp("wide")
+    base = tiny_llama(root / "base", 0, hidden=512, vocab=8192, layers=1)
+    tunes = tuple(
+        tiny_llama(root / str(seed), seed, hidden=512, vocab=8192, layers=1, base=base) for seed in (1, 2, 3)
+    )
+    return Family(base, tunes)
+
+
+def _check(sweep: list[dict[str, Any]], root: Path, budget: int) -> tuple[int, int]:
+    """Bytes read together, and by all plans by themselves."""
+    works = [planned(each, root / f"apart{n}", budget) for n, each in enumerate(sweep)]
+    assert joint_groups([each.plan for each in works]) == (tuple(range(len(works))),)
+    expected = [made_apart(each) for each in works]
+    together = joint_work([elsewhere(each, root / f"together{n}") for n, each in enumerate(works)])
+    receipts = made_together(together)
+    for work, own in zip(together.works, expected, strict=True):
+        assert written(work.plan, work.staging) == own
+    apart = sum(cost for work in works for cost in work.plan["segments"].column("cost").to_pylist())
+    return sum(each.read_bytes for each in receipts), apart
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_outputs_of_one_read_are_those_of_separate_merges(name: str, family: Family, tmp_path: Path) -> None:
+    read, apart = _check(_sweep(recipes(family)[name]), tmp_path, ROOMY)
+    inputs = len({str(family.base), *map(str, family.tunes)})
+    one = sum(path.stat().st_size for path in family.base.glob("*.safetensors"))
+    assert read <= inputs * one
+    assert read < apart
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "slerp", "della", "model_stock", "sce"])
+def test_little_memory_changes_no_byte(name: str, wide: Family, tmp_path: Path) -> None:
+    _check(_sweep(recipes(wide)[name])[:3], tmp_path, 16 * MIB)
+
+
+MAKERS: Mapping[str, Callable[..., Any]] = {
+    "block FP8": deepseek_v3,
+    "INT4": kimi_k2_thinking,
+    "MXFP4 stacks": gpt_oss,
+    "three formats": three_formats,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_codes_of_one_read_are_those_of_separate_merges(name: str, tmp_path: Path) -> None:
+    parents = [MAKERS[name](tmp_path / str(seed), seed) for seed in (1, 2)]
+    means = [
+        {"merge_method": "linear", "models": entries(parents, weights)}
+        for weights in ((0.5, 0.5), (0.2, 0.8), (0.9, 0.1))
+    ]
+    arcs = [slerp(*(each.root for each in parents), t=t) for t in (0.3, 0.6)]
+    _check(means, tmp_path / "means", ROOMY)
+    _check(arcs, tmp_path / "arcs", ROOMY)
+
+
+def test_windows_of_the_same_checkpoints_read_each_once(family: Family, tmp_path: Path) -> None:
+    models = [family.base, *family.tunes]
+    windows = [linear(*models[-count:]) for count in (2, 3, 4)]
+    read, _ = _check(windows, tmp_path, ROOMY)
+    size = sum(tensor.nbytes for model in models for tensor in read_tensors(model).values())
+    assert read == size
+
+
+def test_one_output_that_is_not_finite_costs_the_others_nothing(tmp_path: Path) -> None:
+    root, values = tmp_path / "model", torch.full((64, 64), 60_000.0, dtype=torch.float16)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"}
+    parent = write_checkpoint(root, {"model.norm.weight": values[0], "lm_head.weight": values}, config)
+    sweep = [linear(parent, parameters={"weight": weight, "normalize": False}) for weight in (0.5, 4.0, 0.25)]
+    works = [planned(each, tmp_path / str(n), 16 * MIB) for n, each in enumerate(sweep)]
+    receipts = made_together(joint_work(works))
+    assert all(
+        isinstance(each.failures[1], NonFiniteError) and set(each.by_output) == {0, 2} for each in receipts
+    )
+    for number, factor in ((0, 0.5), (2, 0.25)):
+        stored = written(works[number].plan, works[number].staging)["lm_head.weight"]
+        assert stored == (values * factor).numpy().tobytes()
+
+
+def test_receipts_are_those_of_each_plan(family: Family, tmp_path: Path) -> None:
+    sweep = _sweep(recipes(family)["ties"])[:2]
+    works = [planned(each, tmp_path / str(n), ROOMY) for n, each in enumerate(sweep)]
+    receipts = made_together(joint_work(works))
+    for number, work in enumerate(works):
+        own = [each.by_output[number] for each in receipts]
+        made = {int(op) for each in own for op in each.digests}
+        assert made == set(range(len(work.plan["ops"])))
+        assert json.dumps([each.to_json() for each in own])
