@@ -50,6 +50,7 @@ from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import Recipe
 from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping, joined_problems
+from raymerge.recipes.windows import local_directories
 from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
@@ -61,7 +62,7 @@ from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
 from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_remote, shown
-from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup
+from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup, open_store, resolve_source
 from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, copy_to_load, load_checkpoint
@@ -336,10 +337,10 @@ class PlannedOutput(NamedTuple):
     merges: tuple[PlannedMerge, ...]
 
 
-def read_sweep(recipe: RecipesLike) -> tuple[SweepOutput, ...] | None:
+def read_sweep(recipe: RecipesLike, options: RunOptions | None = None) -> tuple[SweepOutput, ...] | None:
     """The outputs of a recipe with ``sweep`` or ``checkpoints``; None if it has neither. Raises RecipeError
     with all faults."""
-    draft = _draft_sweep(recipe)
+    draft = _draft_sweep(recipe, options or RunOptions())
     return None if draft is None else draft.require()
 
 
@@ -354,11 +355,11 @@ def plan_sweep(
     Raises:
         RecipeError: the recipe is not valid, with the problems of its models too; or it is no sweep.
         PlanError: as ``plan_all``, for any of the outputs."""
-    draft = _draft_sweep(recipe)
+    chosen = options or RunOptions()
+    draft = _draft_sweep(recipe, chosen)
     if draft is None:
         what = "there is neither 'sweep' nor 'checkpoints' in this recipe."
         raise RecipeError(Problem(str(recipe), what, "Use 'plan_all', or add one."))
-    chosen = options or RunOptions()
     places = [place_of(f"{output}/{each.name}", chosen) for each in draft.outputs]
     steps = [steps_directory(place, chosen.steps) for place in places]
     opened: dict[tuple[object, ...], Checkpoint] = {}
@@ -603,10 +604,16 @@ def _draft_all(recipes: RecipesLike, name: str = "recipe") -> Draft:
     return join_drafts(_draft_all(each, f"recipes[{index}]") for index, each in enumerate(recipes))
 
 
-def _draft_sweep(recipes: RecipesLike) -> SweepDraft | None:
+def _draft_sweep(recipes: RecipesLike, options: RunOptions) -> SweepDraft | None:
+    def directories(place: str) -> Sequence[str]:
+        if not is_remote(place):
+            return local_directories(place)
+        with open_store(resolve_source(place, lookup=Lookup(options=options.storage))) as store:
+            return sorted({file.key.split("/")[0] for file in store.files() if "/" in file.key})
+
     if isinstance(recipes, Mapping):
-        return draft_sweep_mapping(recipes)
-    return draft_sweep(recipes) if isinstance(recipes, str | Path) else None
+        return draft_sweep_mapping(recipes, directories=directories)
+    return draft_sweep(recipes, directories=directories) if isinstance(recipes, str | Path) else None
 
 
 def _sweep_problems(

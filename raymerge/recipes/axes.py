@@ -70,7 +70,9 @@ class AxesReader:
         if not self.names:
             is_map = isinstance(block, Mapping)
             self._refuse(
-                (), "the sweep has no axes." if is_map else f"a sweep is a map, not {kind(block)}.", _FORM
+                (),
+                "'sweep' has no axes." if is_map else f"'sweep' is {kind(block)} where a map belongs.",
+                _FORM,
             )
         self.axes = {name: self._axis(name) for name in self.names}
         """Values by axis, as far as readable."""
@@ -86,7 +88,7 @@ class AxesReader:
                 self._refuse(("include", number), what, "Give a value for every axis.")
         num_outputs = math.prod(map(len, groups)) + len(included)
         if num_outputs > MAX_OUTPUTS:
-            what = f"the sweep has {num_outputs} outputs; at most {MAX_OUTPUTS} are planned together."
+            what = f"'sweep' has {num_outputs} outputs; at most {MAX_OUTPUTS} are planned together."
             self._refuse((), what, "Make several sweeps of it.")
         if self.faults:
             return ()
@@ -190,11 +192,3 @@ class AxesReader:
 
 def _is_part(entry: Assignment, whole: Assignment) -> bool:
     return all(value.identity == whole[name].identity for name, value in entry.items())
-
-
-def usual_name(values: Mapping[str, str]) -> str:
-    """``t0.3-method-ties``: numbers directly behind their axis."""
-    return "-".join(
-        f"{axis}{value}" if value[:1] in "0123456789.-" else f"{axis}-{value}"
-        for axis, value in values.items()
-    )

@@ -69,8 +69,8 @@ _EXPERTS_FORMS = (
 )
 
 
-SWEEP_KEYS = ("sweep", "checkpoints", "outputs")
-"""Keys of a document that stands for several recipes."""
+SWEEP_KEYS = ("sweep", "checkpoints")
+"""Keys of a document that stands for several recipes; ``outputs`` names what they make."""
 VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 _PROMPTS = ("positive_prompts", "negative_prompts", "held_out_prompts")
 
@@ -117,8 +117,12 @@ def draft_document(document: Located, text: str | None, exists: Exists) -> Draft
         what = f"'{key}' makes several outputs of a recipe, and one recipe is expected here."
         fault = Fault((key,), what, "Use 'raymerge submit' or 'raymerge plan'; in Python, 'plan_sweep'.")
         return Draft((), tuple(document.places.problems([fault])))
-    document = replace(document, faults=(*document.faults, *_variables(document.data)))
-    return _Drafting(document, text, exists).draft()
+    faults = [*document.faults, *_variables(document.data)]
+    if "outputs" in document.data:
+        what = "'outputs' names the outputs of a sweep, and there is none."
+        faults.append(Fault(("outputs",), what, "Add a sweep, like sweep: {t: [0.3, 0.5]}, or remove it."))
+    data = _without(document.data, "outputs")
+    return _Drafting(replace(document, data=data, faults=tuple(faults)), text, exists).draft()
 
 
 def _variables(value: object, path: FieldPath = ()) -> Iterator[Fault]:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from raymerge.documents.edits import edited, scalar_at
-from raymerge.documents.fields import Fault, FieldPath, did_you_mean, kind
+from raymerge.documents.fields import Fault, FieldPath, attempt, did_you_mean, kind
 from raymerge.documents.positions import (
     Located,
     Part,
@@ -24,17 +24,22 @@ from raymerge.documents.positions import (
     yaml_text,
 )
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes.axes import Assignment, AxesReader, described, shown_values, usual_name
+from raymerge.recipes.axes import Assignment, AxesReader, described, shown_values
 from raymerge.recipes.entry import NAME_FORM, RECIPE, Exists, is_name
 from raymerge.recipes.load import (
     SWEEP_KEYS,
     VARIABLE,
     Draft,
+    canonical,
     draft_document,
     join_drafts,
     with_order_problems,
 )
 from raymerge.recipes.order import AnyRecipe, merge_order
+from raymerge.recipes.windows import Directories, Window, local_directories, read_windows
+
+_KEYS = (*SWEEP_KEYS, "outputs")
+_WINDOW = "window"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class SweepOutput:
     """In file order; all but the last are the same for all outputs."""
     text: str
     """Of the plain recipe file that makes this output alone."""
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    """Of an average of checkpoints, by their places, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,12 @@ class SweepDraft:
         return self.outputs
 
 
-def draft_sweep(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> SweepDraft | None:
+def draft_sweep(
+    path: str | os.PathLike[str],
+    *,
+    exists: Exists = os.path.isdir,
+    directories: Directories = local_directories,
+) -> SweepDraft | None:
     """None where the file has no sweep, or cannot be read at all."""
     name = os.fspath(path)
     try:
@@ -81,15 +93,19 @@ def draft_sweep(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir)
         return SweepDraft((), (), tuple(misplaced))
     drafts = [draft_document(each, part.text, exists) for each, part in zip(common, parts, strict=False)]
     before = "".join(part.text for part in parts[:-1])
-    return _Expansion(documents[-1], parts[-1], before, exists).draft(drafts)
+    return _Expansion(documents[-1], parts[-1], before, exists, directories).draft(drafts)
 
 
 def draft_sweep_mapping(
-    data: Mapping[str, Any], name: str = "recipe", *, exists: Exists = os.path.isdir
+    data: Mapping[str, Any],
+    name: str = "recipe",
+    *,
+    exists: Exists = os.path.isdir,
+    directories: Directories = local_directories,
 ) -> SweepDraft | None:
     if not _is_sweep(data):
         return None
-    return _Expansion(Located(data, Places(name), ()), None, "", exists).draft(())
+    return _Expansion(Located(data, Places(name), ()), None, "", exists, directories).draft(())
 
 
 def joined_problems(
@@ -133,55 +149,84 @@ class _Variant(NamedTuple):
     values: Mapping[str, str]
     data: Mapping[str, Any]
     text: str | None
+    coefficients: Mapping[str, float]
 
 
 class _Expansion:
-    def __init__(self, document: Located, part: Part | None, before: str, exists: Exists) -> None:
+    def __init__(
+        self, document: Located, part: Part | None, before: str, exists: Exists, directories: Directories
+    ) -> None:
         self._document = document
         self._part = part
         self._before = before
         self._exists = exists
+        self._directories = directories
+        self._axes: tuple[str, ...] = ()
+        self._lacks_windows = False
         self._faults: list[Fault] = []
         self._used: set[str] = set()
         self._unresolved: set[FieldPath] = set()
+        """Where a value of an axis is missing: why is a fault already."""
 
     def draft(self, common: Sequence[Draft]) -> SweepDraft:
         places = self._document.places
         if secret := list(secrets_in(self._document.data, RECIPE)):
             return SweepDraft((), (), tuple(places.problems(secret)))
-        variants = self._variants()
+        variants = [variant for each in self._assignments() for variant in self._variants(each)]
+        self._check_use()
         names = self._names([variant.values for variant in variants])
-        own = places.problems(self._faults)
+        own = places.problems(list(dict.fromkeys(self._faults)))
         hidden = {places.at(path) for path in self._unresolved}
         drafts = [self._drafted(variant, common, hidden) for variant in variants]
         values = tuple(variant.values for variant in variants)
         problems = in_order([*own, *joined_problems(values, [draft.problems for draft in drafts])])
-        problems = problems or self._not_last(drafts[0].recipes)
+        if self._lacks_windows:
+            return SweepDraft((), (), problems)
+        problems = problems or self._not_last(drafts[0].recipes) or self._repeated(names, drafts)
         outputs = () if problems else tuple(map(self._output, names, variants, drafts))
         return SweepDraft(values, tuple(drafts), problems, outputs)
 
-    def _variants(self) -> list[_Variant]:
-        """One for each output; where the sweep is refused, one to find other faults with."""
-        block = self._document.data.get("sweep")
-        reader = AxesReader(block, self._scalar)
-        assignments = reader.assignments()
+    def _assignments(self) -> tuple[Assignment, ...]:
+        """Where the sweep is refused, one to find other faults with."""
+        data = self._document.data
+        if "sweep" not in data:
+            return ({},)
+        reader = AxesReader(data["sweep"], self._scalar)
+        self._axes, assignments = reader.names, reader.assignments()
         self._faults += (replace(fault, path=("sweep", *fault.path)) for fault in reader.faults)
-        usual = {name: values[0] for name, values in reader.axes.items() if values}
-        variants = [self._variant(each, reader.names) for each in assignments or (usual,)]
-        self._check_use(reader.names)
-        return variants
+        if _WINDOW in self._axes and "checkpoints" in data:
+            what = f"the axis '{_WINDOW}' has the name of the windows of 'checkpoints'."
+            self._faults.append(Fault(("sweep", _WINDOW), what, "Rename it."))
+        return assignments or ({name: values[0] for name, values in reader.axes.items() if values},)
 
     def _scalar(self, path: FieldPath) -> str | None:
         return None if self._part is None else scalar_at(self._part, ("sweep", *path))
 
-    def _variant(self, assignment: Assignment, names: Sequence[str]) -> _Variant:
-        plain = {key: value for key, value in self._document.data.items() if key not in SWEEP_KEYS}
-        data = self._substituted(plain, assignment, names, ())
+    def _variants(self, assignment: Assignment) -> list[_Variant]:
+        given = self._document.data
+        plain = {key: value for key, value in given.items() if key not in _KEYS}
+        data, values = self._substituted(plain, assignment, ()), shown_values(assignment)
+        if "checkpoints" in given:
+            return list(self._windows(assignment, data))
         text = None
         if self._part is not None:
             replaced = {f"${axis}": value.yaml for axis, value in assignment.items()}
-            text = self._checked(edited(self._part, replaced, SWEEP_KEYS), data)
-        return _Variant(shown_values(assignment), data, text)
+            text = self._checked(edited(self._part, replaced, _KEYS), data)
+        return [_Variant(values, data, text, {})]
+
+    def _windows(self, assignment: Assignment, data: Mapping[str, Any]) -> Iterator[_Variant]:
+        block = ("checkpoints",)
+        given = self._substituted(self._document.data["checkpoints"], assignment, block)
+        windows = attempt(lambda each: read_windows(each, self._directories), given, block, self._faults)
+        self._lacks_windows |= windows is None
+        # The other keys may have faults of their own.
+        for window in windows or (Window({_WINDOW: 1.0}),):
+            recipe = attempt(window.recipe, data, (), self._faults)
+            if recipe is not None:
+                size = str(len(window.coefficients))
+                text = None if self._part is None else self._new_text(recipe)
+                values = {_WINDOW: size, **shown_values(assignment)}
+                yield _Variant(values, recipe, text, window.coefficients)
 
     def _checked(self, text: str, data: Mapping[str, Any]) -> str:
         """The edited text; where that is not the recipe, as with anchors in what was removed, a new one."""
@@ -191,79 +236,91 @@ class _Expansion:
                 return text
         except (RecipeError, ValueError):
             pass
+        return self._new_text(data)
+
+    def _new_text(self, data: Mapping[str, Any]) -> str:
         return ("---\n" if self._before else "") + yaml_text(data)
 
-    def _substituted(self, value: Any, assignment: Assignment, names: Sequence[str], path: FieldPath) -> Any:
+    def _substituted(self, value: Any, assignment: Assignment, path: FieldPath) -> Any:
         if isinstance(value, Mapping):
-            return {
-                key: self._substituted(each, assignment, names, (*path, key)) for key, each in value.items()
-            }
+            return {key: self._substituted(each, assignment, (*path, key)) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            return [
-                self._substituted(each, assignment, names, (*path, index)) for index, each in enumerate(value)
-            ]
+            return [self._substituted(each, assignment, (*path, index)) for index, each in enumerate(value)]
         match = VARIABLE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
-            return value
+            return self._checked_text(value, path) if isinstance(value, str) else value
         axis = match[1]
         self._used.add(axis)
         if axis in assignment:
             return assignment[axis].value
         if path not in self._unresolved:
             self._unresolved.add(path)
-            if axis not in names:
-                self._faults.append(_unknown(path, axis, names))
+            if axis not in self._axes:
+                self._faults.append(_unknown(path, value, self._axes))
         return None
 
-    def _check_use(self, names: Sequence[str]) -> None:
+    def _checked_text(self, value: str, path: FieldPath) -> str:
+        for axis in self._axes:
+            if re.search(rf"\${axis}\b", value) is not None:
+                what = f"'${axis}' stands within a longer text, where it is not replaced."
+                remedy = f"Make the whole text the value of an axis: '${axis}' stands alone."
+                self._used.add(axis)
+                self._faults.append(Fault(path, what, remedy))
+        return value
+
+    def _check_use(self) -> None:
         pattern = self._document.data.get("outputs")
         in_pattern = _PLACEHOLDER.findall(pattern) if isinstance(pattern, str) else ()
-        for name in names:
+        for name in self._axes:
             if name not in self._used and name not in in_pattern:
                 what = f"nothing uses the axis '{name}'."
                 remedy = f"Write ${name} where its values belong, or remove it."
                 self._faults.append(Fault(("sweep", name), what, remedy))
 
     def _names(self, values: Sequence[Mapping[str, str]]) -> list[str]:
+        """Empty where they are refused, or follow from what is refused."""
         pattern = self._document.data.get("outputs")
-        if pattern is not None and not self._is_pattern(pattern, values[0]):
+        if pattern is not None:
+            self._check_pattern(pattern)
+        if self._faults:
             return []
-        names = [_filled(str(pattern), each) if pattern is not None else usual_name(each) for each in values]
+        names = [_filled(str(pattern), each) if pattern is not None else _usual_name(each) for each in values]
         first: dict[str, Mapping[str, str]] = {}
         for name, each in zip(names, values, strict=True):
             if not is_name(name):
                 what = f"'{name}' (with {described(each)}) cannot be the name of an output."
-                self._refuse_names(
-                    what, f"A name has {NAME_FORM}. Write outputs: 'NAME-{{{next(iter(each))}}}'."
-                )
-                break
+                return self._refused_names(what, f"Write {NAME_FORM}.")
             if name in first:
-                what = (
-                    f"two outputs are named '{name}': with {described(first[name])}, and {described(each)}."
-                )
-                self._refuse_names(what, "Put every axis that tells them apart into 'outputs'.")
-                break
+                what = f"both {described(first[name])} and {described(each)} are named '{name}'."
+                return self._refused_names(what, "Put all axes that tell them apart into 'outputs'.")
             first[name] = each
         return names
 
-    def _refuse_names(self, what: str, remedy: str) -> None:
-        if not self._faults:
-            key = "outputs" if "outputs" in self._document.data else "sweep"
-            self._faults.append(Fault((key,), what, remedy))
+    def _refused_names(self, what: str, remedy: str) -> list[str]:
+        if "outputs" not in self._document.data:
+            remedy = f"{remedy} Choose names: outputs: 'NAME-{{AXIS}}'."
+        key = next(key for key in ("outputs", *SWEEP_KEYS) if key in self._document.data)
+        self._faults.append(Fault((key,), what, remedy))
+        return []
 
-    def _is_pattern(self, pattern: object, axes: Collection[str]) -> bool:
+    def _check_pattern(self, pattern: object) -> None:
+        axes = (*self._axes, _WINDOW) if "checkpoints" in self._document.data else self._axes
         if not isinstance(pattern, str):
-            self._refuse_names(f"'outputs' is {kind(pattern)}.", "Write a text like 'merged-t{t}'.")
-            return False
-        unknown = [name for name in _PLACEHOLDER.findall(pattern) if name not in axes]
-        for name in unknown:
-            self._faults.append(_unknown(("outputs",), name, axes, f"{{{name}}}"))
-        if set("{}") & set(_PLACEHOLDER.sub("", pattern)):
-            self._refuse_names(f"a bracket of '{pattern}' has no partner.", "Write {AXIS}.")
-        return not unknown
+            self._faults.append(
+                Fault(("outputs",), f"'outputs' is {kind(pattern)}.", "Write a text: 'merged-{t}'.")
+            )
+            return
+        for name in (name for name in _PLACEHOLDER.findall(pattern) if name not in axes):
+            self._faults.append(_unknown(("outputs",), f"{{{name}}}", axes))
+        if not {*_PLACEHOLDER.sub("", pattern)}.isdisjoint("{}"):
+            what = f"a bracket of '{pattern}' has no partner."
+            self._faults.append(Fault(("outputs",), what, "Write the axis between two: {t}."))
 
     def _drafted(self, variant: _Variant, common: Sequence[Draft], hidden: Collection[str]) -> Draft:
-        located = replace(self._document, data=variant.data)
+        places = self._document.places
+        if variant.coefficients:
+            places = replace(places, renamed={("models",): "checkpoints"})
+        located = replace(self._document, data=variant.data, places=places)
         own = draft_document(located, variant.text, self._exists)
         draft = with_order_problems(join_drafts([*common, own]), self._exists)
         return replace(draft, problems=tuple(each for each in draft.problems if each.where not in hidden))
@@ -277,9 +334,20 @@ class _Expansion:
             Problem(recipes[-1].where(), what, "Only the result, which no other merge uses, may be a sweep."),
         )
 
+    def _repeated(self, names: Sequence[str], drafts: Sequence[Draft]) -> tuple[Problem, ...]:
+        """Equal recipes, as of an axis that is only in the names. Small windows are equal by nature."""
+        first: dict[str, str] = {}
+        for name, draft in zip(names, drafts, strict=True):
+            other = first.setdefault(canonical(draft.recipes[-1]), name)
+            if other != name and "checkpoints" not in self._document.data:
+                what = f"the outputs '{other}' and '{name}' are the same merge."
+                place = self._document.places.at(("sweep",))
+                return (Problem(place, what, "Use every axis in the recipe, or let it go in step: 'zip'."),)
+        return ()
+
     def _output(self, name: str, variant: _Variant, draft: Draft) -> SweepOutput:
         text = draft.recipes[-1].text if variant.text is None else f"{self._before}{variant.text}"
-        return SweepOutput(name, variant.values, draft.recipes, text)
+        return SweepOutput(name, variant.values, draft.recipes, text, variant.coefficients)
 
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
@@ -289,10 +357,15 @@ def _filled(pattern: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), pattern)
 
 
-def _unknown(path: FieldPath, axis: str, axes: Collection[str], written: str | None = None) -> Fault:
-    listed = f"Axes of the sweep: {', '.join(axes)}." if axes else ""
-    return Fault(
-        path,
-        f"'{written or f'${axis}'}' is no axis of the sweep.",
-        f"{did_you_mean(axis, axes)} {listed}".strip(),
+def _usual_name(values: Mapping[str, str]) -> str:
+    """``window-5``, ``t0.3-method-ties``: numbers stand directly behind the axes of a sweep."""
+    return "-".join(
+        f"{axis}{value}" if axis != _WINDOW and value[:1] in "0123456789.-" else f"{axis}-{value}"
+        for axis, value in values.items()
     )
+
+
+def _unknown(path: FieldPath, written: str, axes: Collection[str]) -> Fault:
+    listed = f"Axes of the sweep: {', '.join(axes)}." if axes else "Add the axis to 'sweep'."
+    what = f"'{written}' is no axis of the sweep."
+    return Fault(path, what, f"{did_you_mean(written.strip('${}'), axes)} {listed}".strip())

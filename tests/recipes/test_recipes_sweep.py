@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
-from raymerge.recipes.load import parse_recipe
+from raymerge.errors import RecipeError
+from raymerge.recipes.load import parse_recipe, parse_recipes
 from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping
 
 TEXT = """\
@@ -84,3 +86,141 @@ def test_an_anchor_that_is_cut_with_the_sweep_is_written_out(tmp_path: Path) -> 
     text = TEXT.replace("[0.3, 0.50]", "[&low 0.3, 0.50]").replace("dtype: float32", "x-low: *low")
     made = outputs(text, tmp_path)
     assert parse_recipe(made[0].text, exists=lambda _: False) == made[0].recipes[0]
+
+
+def test_axes_in_step_make_no_product(tmp_path: Path) -> None:
+    some = (
+        "sweep:\n  a: [1, 2]\n  b: [x, y]\n  c: [true, no]\n  zip: [a, c]\n"
+        "merge_method: linear\nseed: $a\nmodels: [{model: $b}]\nparameters: {normalize: $c}\n"
+    )
+    made = outputs(some, tmp_path)
+    assert [each.name for each in made] == ["a1-b-x-c-true", "a1-b-y-c-true", "a2-b-x-c-no", "a2-b-y-c-no"]
+    made = outputs(some.replace("zip: [a, c]", "zip: true"), tmp_path)
+    assert [each.name for each in made] == ["a1-b-x-c-true", "a2-b-y-c-no"]
+    last = {"seed": 2, "models": [{"model": "y"}], "parameters": {"normalize": False}}
+    assert yaml.safe_load(made[1].text) == {"merge_method": "linear", **last}
+
+
+def test_include_adds_and_exclude_takes_out(tmp_path: Path) -> None:
+    text = TEXT.replace(
+        "\n\nmerge_method",
+        "\n  exclude: [{t: 0.5, method: slerp}]\n  include: [{method: lines, t: 1}]\n\nmerge_method",
+    )
+    names = [each.name for each in outputs(text, tmp_path)]
+    assert names == ["slerp-t0.3", "nuslerp-t0.3", "nuslerp-t0.50", "lines-t1"]
+
+
+def test_values_stand_in_gradients_rules_and_models(tmp_path: Path) -> None:
+    text = (
+        "sweep: {m: ['org/a, b', 7], low: [0.1], part: [attention]}\n"
+        "merge_method: linear\n"
+        "models: [{model: b}, {model: $m, parameters: "
+        "{weight: [{filter: q, value: [$low, 1]}, {value: $low}]}}]\n"
+        "methods: [{role: $part, merge_method: slerp}]\n"
+        "outputs: x{low}\n"
+    ).replace(", 7]", "]")
+    (made,) = outputs(text, tmp_path)
+    assert (
+        '{model: "org/a, b", parameters: {weight: [{filter: q, value: [0.1, 1]}, {value: 0.1}]}}' in made.text
+    )
+    assert made.recipes == (parse_recipe(made.text, exists=lambda _: False),)
+
+
+def test_the_merges_before_the_sweep_are_common_to_all_outputs(tmp_path: Path) -> None:
+    first = "name: mean\nmerge_method: linear\nmodels: [{model: x}, {model: y}]\n---\n"
+    made = outputs(first + TEXT.replace("{model: a}", "{model: mean}"), tmp_path)
+    assert [each.recipes[0] for each in made] == [made[0].recipes[0]] * 4
+    assert made[0].text.startswith(first)
+    assert parse_recipes(made[0].text, exists=lambda _: False) == made[0].recipes
+    assert problems(TEXT + "---\n" + first[:-4], tmp_path) == [
+        "s.yml:2:1: 'sweep' stands in a merge that is not the last of the file. "
+        "Only the last, the result, may make several outputs."
+    ]
+
+
+def test_a_fault_of_one_value_names_it_and_a_fault_of_all_is_told_once(tmp_path: Path) -> None:
+    text = TEXT.replace("[0.3, 0.50]", "[0.3, high]").replace("dtype: float32", "dtype: flote32")
+    assert problems(text, tmp_path) == [
+        "s.yml:10:3: with t = high: t: 'high' is a text; expected a number. Write a number, like 0.5.",
+        "s.yml:12:1: dtype: 'flote32' is not a dtype to merge to. Did you mean 'float32'? "
+        "Write one of: float32, fp32, float16, fp16, half, bfloat16, bf16, float64.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('t: "$t"', "t: $tt", "10:3: t: '$tt' is no axis of the sweep. Did you mean 't'? Axes"),
+        ('t: "$t"', "t: 0.3", "2:1: the outputs 'slerp-t0.3' and 'slerp-t0.50' are the same merge."),
+        ("outputs: ", "x-more: a/$t\noutputs: ", "11:1: x-more: '$t' stands within a longer text"),
+        ("[0.3, 0.50]", "[]", "3:3: the axis 't' has no values."),
+        ("[0.3, 0.50]", "0.3", "3:3: the axis 't' is a number."),
+        ("[0.3, 0.50]", "[0.3, [0.5]]", "3:12: [0.5] is a list."),
+        ("[0.3, 0.50]", "[0.3, 0.30]", "3:12: t = 0.30 stands twice."),
+        ("[0.3, 0.50]", "[0.3, .nan]", "3:12: nan is not a finite number."),
+        (
+            "method: [",
+            "zip: true\n  method: [a, ",
+            "4:3: zip: axes in step need equally many values: 't' has 2",
+        ),
+        ("method: [", "zip: [t, mehod]\n  method: [", "4:12: 'mehod' is no axis of the sweep. Did you"),
+        ("method: [", "exclude: [{t: 9}]\n  method: [", "4:13: nothing has t = 9."),
+        (
+            "method: [",
+            "exclude: [{t: 0.3}, {t: 0.5}]\n  method: [",
+            "4:3: exclude: every assignment is excluded.",
+        ),
+        ("method: [", "include: [{t: 9}]\n  method: [", "4:13: the assignment has no value for 'method'."),
+        (
+            "method: [",
+            "include: [{t: 9, x: 1, method: lines}]\n  method: [",
+            "4:20: 'x' is no axis of the sweep.",
+        ),
+        (
+            "method: [",
+            "include: [{t: .5, method: slerp}]\n  method: [",
+            "4:13: the assignment t = .5, method",
+        ),
+        ("method: [", "seed: [1]\n  method: [", "4:3: nothing uses the axis 'seed'."),
+        (
+            "{method}-t{t}",
+            "{method}",
+            "11:1: outputs: both t = 0.3, method = slerp and t = 0.50, method = slerp are named",
+        ),
+        (
+            "{method}-t{t}",
+            "{metod}-{t}",
+            "11:1: outputs: '{metod}' is no axis of the sweep. Did you mean 'method'?",
+        ),
+        ("{method}-t{t}", "{method}-{t", "11:1: outputs: a bracket of '{method}-{t' has no partner."),
+        (
+            "{method}-t{t}",
+            "{method}/{t}",
+            "11:1: outputs: 'slerp/0.3' (with t = 0.3, method = slerp) cannot be the name",
+        ),
+        (
+            "{method}-t{t}",
+            "../{method}{t}",
+            "11:1: outputs: '../slerp0.3' (with t = 0.3, method = slerp) cannot be",
+        ),
+        ('"{method}-t{t}"', "[a]", "11:1: 'outputs' is a list."),
+        ("[0.3, 0.50]", str([number / 1000 for number in range(501)]), "2:1: 'sweep' has 1002 outputs"),
+    ],
+)
+def test_what_is_refused_is_told_where_it_is(old: str, new: str, expected: str, tmp_path: Path) -> None:
+    assert old in TEXT
+    (problem, *more) = problems(TEXT.replace(old, new), tmp_path)
+    assert problem.startswith(f"s.yml:{expected}")
+    assert more == []
+
+
+def test_a_sweep_is_needed_for_what_names_it(tmp_path: Path) -> None:
+    plain = TEXT.replace(TEXT[TEXT.index("sweep:") : TEXT.index("\nmerge_method")], "")
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(plain, "s.yml")
+    assert [problem.where for problem in caught.value.problems] == ["s.yml:3:1", "s.yml:7:3", "s.yml:8:1"]
+    assert "'outputs' names the outputs of a sweep, and there is none." in str(caught.value)
+    assert "'$t' stands for a value of a sweep, and there is none." in str(caught.value)
+    with pytest.raises(RecipeError, match="'sweep' makes several outputs of a recipe") as caught:
+        parse_recipe(TEXT, "s.yml")
+    assert len(caught.value.problems) == 1

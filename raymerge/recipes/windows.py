@@ -1,0 +1,269 @@
+"""The ``checkpoints`` block of a recipe: nested averages of the last checkpoints of a training run.
+
+Merging with decaying weights stands in for the decay of the learning rate (WSM, arXiv 2507.17634; Nemotron 3
+Super, arXiv 2604.12374)."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    attempt,
+    attempt_key,
+    between,
+    did_you_mean,
+    number_if,
+    read_list,
+    read_switch,
+    read_text,
+    refusal,
+    show,
+    unexpected,
+    unknown_key,
+)
+from raymerge.errors import UserError, shortlist
+from raymerge.recipes.entry import ModelReference, plain_reference, read_reference
+
+Directories: TypeAlias = Callable[[str], Sequence[str]]
+"""The names of the directories in a place. Raises OSError or UserError."""
+
+_KEYS = ("root", "from", "to", "every", "windows", "schedule", "reverse", "pattern")
+_FORM = "Write it as checkpoints: {root: runs/a, windows: [5, 10], schedule: minus-sqrt}."
+
+_DECAYS: Mapping[str, Callable[[Fraction], Fraction | float]] = {
+    "minus-sqrt": lambda x: 1 - math.sqrt(x),
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+}
+"""What is left of the learning rate at ``x`` of the decay that an average stands for; 1 at 0, 0 at 1."""
+
+_SCHEDULES = f"Write one of {', '.join(_DECAYS)}, or {{ema: 0.9}}."
+_EMA = re.compile(r"ema:\s*(\S+)")
+
+_STEP = re.compile(
+    r"(?:^|[^a-z])(?:checkpoint|ckpt|iter|iteration|step)[-_=]?([0-9]+)(?![0-9.])", re.IGNORECASE
+)
+"""``checkpoint-500`` (transformers), ``iter_0000500`` (Megatron), ``step-500`` (torchtitan), ``step500``
+(OLMo), ``global_step500`` (DeepSpeed), ``model--loss=2.5-step=500-last`` (NeMo)."""
+_UNFINISHED = re.compile(r"(?:^|[^a-z])(?:tmp|temp|incomplete)", re.IGNORECASE)
+_NUMBER = "{iteration}"
+_GIVEN_ELSEWHERE = ("models", "slices", "modules", "experts", "gate_mode")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    name: str
+    rate: float | None = None
+    """Of ``ema``: each checkpoint has this part of the weight of the next one."""
+    is_reversed: bool = False
+
+    def coefficients(self, number: int) -> tuple[float, ...]:
+        """Of so many checkpoints, the oldest first; they add up to 1."""
+        if self.rate is None:
+            left = [*(_DECAYS[self.name](Fraction(i, number)) for i in range(number)), 0]
+            values = [float(left[i] - left[i + 1]) for i in range(number)]
+        else:
+            powers = [self.rate ** (number - 1 - i) for i in range(number)]
+            values = [power / math.fsum(powers) for power in powers]
+        return tuple(reversed(values) if self.is_reversed else values)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    coefficients: Mapping[str, float]
+    """By the place of the checkpoint, oldest first."""
+
+    def recipe(self, rest: Any) -> dict[str, Any]:
+        """The plain recipe, with the other keys of the document. Raises FaultError: they contradict it."""
+        if faults := list(_contradictions(rest)):
+            raise FaultError(faults)
+        models = [
+            {"model": plain_reference(ModelReference(place)), "parameters": {"weight": coefficient}}
+            for place, coefficient in self.coefficients.items()
+        ]
+        parameters = {**(rest.get("parameters") or {}), "normalize": False}
+        return {"merge_method": "linear", "models": models, **rest, "parameters": parameters}
+
+
+def _contradictions(rest: Mapping[str, Any]) -> Iterator[Fault]:
+    if rest.get("merge_method", "linear") != "linear":
+        yield Fault(("merge_method",), "an average of checkpoints is a linear merge.", "Remove it.")
+    for key in (key for key in _GIVEN_ELSEWHERE if key in rest):
+        what = f"'{key}' and 'checkpoints' both say what is merged."
+        yield Fault((key,), what, "Remove one of the two.")
+    parameters = rest.get("parameters")
+    for key in ("weight", "normalize"):
+        if isinstance(parameters, Mapping) and key in parameters:
+            yield Fault(("parameters", key), f"'{key}' follows from the schedule.", "Remove it.")
+
+
+def local_directories(root: str) -> list[str]:
+    with os.scandir(os.path.expanduser(root)) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir())
+
+
+def read_windows(block: object, directories: Directories) -> tuple[Window, ...]:
+    """In the order of ``windows``. Raises FaultError with paths from the block on."""
+    if not isinstance(block, Mapping):
+        raise unexpected(block, "a map", _FORM)
+    faults = [unknown_key(key, _KEYS) for key in block if key not in _KEYS]
+    for key in ("root", "schedule"):
+        if block.get(key) is None:
+            faults.append(Fault((), f"the key '{key}' is missing or empty.", _FORM))
+    schedule = _schedule(block, faults)
+    sizes = attempt_key(_read_sizes, block, "windows", faults)
+    places = _places(block, directories, faults)
+    for index, size in enumerate(sizes or ()):
+        if places and size > len(places):
+            what = f"a window of {size} checkpoints is larger than the {len(places)} that are there."
+            at = ("windows", index) if isinstance(block["windows"], list | tuple) else ("windows",)
+            faults.append(Fault(at, what, f"They are {_ends(places)}. Write a smaller window."))
+    if faults or schedule is None:
+        raise FaultError(faults)
+    return tuple(
+        Window(dict(zip(places[-size:], schedule.coefficients(size), strict=True)))
+        for size in sizes or (len(places),)
+    )
+
+
+def _schedule(block: Mapping[str, object], faults: list[Fault]) -> Schedule | None:
+    schedule = attempt_key(_read_schedule, block, "schedule", faults)
+    is_reversed = attempt_key(read_switch, block, "reverse", faults)
+    return None if schedule is None else replace(schedule, is_reversed=bool(is_reversed))
+
+
+def _places(block: Mapping[str, object], directories: Directories, faults: list[Fault]) -> list[str]:
+    """The checkpoints of the range, oldest first; empty where the block does not say which."""
+    before = len(faults)
+    root = attempt_key(_read_root, block, "root", faults)
+    first = attempt_key(between(0), block, "from", faults)
+    last = attempt_key(between(0), block, "to", faults)
+    every = attempt_key(between(1), block, "every", faults)
+    pattern = attempt_key(_read_pattern, block, "pattern", faults)
+    if first is not None and last is not None and first > last:
+        what = f"the range from {first} to {last} holds nothing."
+        faults.append(Fault(("to",), what, "Write the smaller one first: both ends are in the range."))
+    if root is None or len(faults) > before:
+        return []
+    chosen = _Selection(first, last, every, pattern)
+    return attempt(lambda place: chosen.places(str(place), directories), root, ("root",), faults) or []
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    first: int | None
+    last: int | None
+    every: int | None
+    pattern: str | None
+
+    def places(self, root: str, directories: Directories) -> list[str]:
+        """The checkpoints, oldest first. Raises FaultError: there are none, or two of one iteration."""
+        names = _listed(root, directories)
+        numbered: dict[int, str] = {}
+        for name in names:
+            number = self._iteration(name)
+            if number is None or number < (self.first or 0) or (self.last is not None and number > self.last):
+                continue
+            if number in numbered:
+                what = f"'{numbered[number]}' and '{name}' are both of iteration {number}."
+                raise refusal(what, f"Say which are meant: pattern: '{name.replace(str(number), _NUMBER)}'.")
+            numbered[number] = name
+        if not numbered:
+            raise refusal(*self._nothing(root, names))
+        return [os.path.join(root, numbered[number]) for number in self._spaced(sorted(numbered))]
+
+    def _spaced(self, numbers: Sequence[int]) -> list[int]:
+        """The last one, and before it those that are far enough from the next one."""
+        chosen = [numbers[-1]]
+        for number in reversed(numbers[:-1]):
+            if chosen[-1] - number >= (self.every or 1):
+                chosen.append(number)
+        return chosen[::-1]
+
+    def _iteration(self, name: str) -> int | None:
+        if self.pattern is not None:
+            before, after = map(re.escape, self.pattern.split(_NUMBER))
+            match = re.fullmatch(f"{before}([0-9]+){after}", name)
+        elif _UNFINISHED.search(name):
+            return None
+        else:
+            match = re.fullmatch("([0-9]+)", name) or _STEP.search(name)
+        return None if match is None else int(match[1])
+
+    def _nothing(self, root: str, names: Sequence[str]) -> tuple[str, str]:
+        iterations = sorted(number for name in names if (number := self._iteration(name)) is not None)
+        if iterations:
+            there = f"the iterations there are {iterations[0]} to {iterations[-1]}"
+            return f"no checkpoint of '{root}' is in the range: {there}.", "Change 'from' or 'to'."
+        if not names:
+            return f"there are no directories in '{root}'.", "Name the directory that holds the checkpoints."
+        what = f"no directory of '{root}' is named by its iteration: there are {shortlist(names)}."
+        return what, f"Name the directory that holds the checkpoints, or add pattern: 'iter_{_NUMBER}'."
+
+
+def _read_root(value: object) -> str:
+    return read_reference({"model": {"path": read_text(value)}}).path
+
+
+def _listed(root: str, directories: Directories) -> Sequence[str]:
+    try:
+        return directories(root)
+    except OSError as error:
+        what = f"'{root}' cannot be listed ({error.strerror})."
+        raise refusal(what, "Name the directory that holds the checkpoints.") from error
+    except UserError as error:
+        raise FaultError(Fault((), each.what, each.remedy) for each in error.problems) from error
+
+
+def _ends(places: Sequence[str]) -> str:
+    names = [os.path.basename(place) for place in places]
+    return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _read_pattern(value: object) -> str:
+    pattern = read_text(value)
+    if pattern.count(_NUMBER) == 1:
+        return pattern
+    raise refusal(f"{show(pattern)} does not say where the number is.", f"Write it like 'iter_{_NUMBER}'.")
+
+
+def _read_sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        return (between(1)(value),)
+    sizes = read_list(between(1), value, "Write windows: [5, 10], or remove it for one of all.")
+    for index, size in enumerate(sizes):
+        if size in sizes[:index]:
+            raise FaultError(Fault((index,), f"{size} stands twice.", "Remove one of the two."))
+    return sizes
+
+
+_read_rate = number_if(
+    lambda rate: 0 < rate < 1,
+    "is not between 0 and 1.",
+    "Write a number like 0.9, the weight of the older one.",
+)
+
+
+def _read_schedule(value: object) -> Schedule:
+    if isinstance(value, str) and value in _DECAYS:
+        return Schedule(value)
+    if isinstance(value, str) and (match := _EMA.fullmatch(value)) is not None:
+        return Schedule("ema", _read_rate(match[1]))
+    if isinstance(value, Mapping) and [*value] == ["ema"]:
+        faults: list[Fault] = []
+        rate = attempt_key(_read_rate, value, "ema", faults)
+        if not faults and rate is not None:
+            return Schedule("ema", rate)
+        if faults:
+            raise FaultError(faults)
+    names = (*_DECAYS, "ema")
+    hint = did_you_mean(value, names) if isinstance(value, str) else ""
+    raise refusal(f"{show(value)} is no schedule.", f"{hint} {_SCHEDULES}".lstrip())
