@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kits.codec_kit import CodecKit, bits, inherited, seeds
 from kits.codec_reference import num_steps, scale_numbers, spread, steps_of
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
@@ -140,6 +139,9 @@ def test_mxfp4_exponents_are_those_of_the_rounded_largest_magnitude(largest: flo
 
 
 def test_transformers_decodes_mxfp4_to_the_same_numbers() -> None:
+    # A second's worth of modules that no other test needs.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     quant_spec = usual_quant_spec(MXFP4, (3, 6, 64))
     generator = torch.Generator().manual_seed(7)
     blocks = torch.randint(0, 256, quant_spec.codes_shape, generator=generator, dtype=torch.uint8)
