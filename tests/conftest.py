@@ -32,8 +32,11 @@ TESTS = Path(__file__).resolve().parent
 SHARED = TESTS.parents[1] / "shared"
 OF_DISKS = tuple(TESTS / name for name in ("benchmarks", "storage"))
 """Tests that want files on the disk, or out of the cache, when they were synced."""
+COMPILING = "test_shared_conformance.py"
+"""The first of all files: it compiles most loops."""
+WITHOUT_LOOPS = ("planner", "recipes", "architectures", "manifests", "profiles", "documents")
+"""Folders for the other processes meanwhile, which would compile the same loops for other tests."""
 LONG = (
-    "test_shared_conformance.py",
     "runtime/test_runtime_remote.py",
     "runtime/test_runtime_ray.py",
     "runtime/test_runtime_chain.py",
@@ -50,8 +53,7 @@ LONG = (
     "methods/test_methods_sce.py",
     "methods/test_methods_arcs.py",
 )
-"""Files that take ten seconds or more: the first of all, so that no process has one to itself at the end. The
-first one compiles most loops; meanwhile another process has files that need few of them."""
+"""Files that take ten seconds or more: before the rest, so that no process has one to itself at the end."""
 
 
 @pytest.fixture
@@ -70,8 +72,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {TESTS / name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path, len(LONG)))
+    names = (COMPILING, *WITHOUT_LOOPS, *LONG)
+    place = {TESTS / name: number for number, name in enumerate(names)}
+    rest = len(names)
+    items.sort(key=lambda item: place.get(item.path, place.get(item.path.parent, rest)))
 
 
 @pytest.hookimpl(wrapper=True)
