@@ -131,7 +131,7 @@ def check(case: Case, tmp_path: Path, **asked: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("case", one_in(3, CASES), ids=str)
+@pytest.mark.parametrize("case", one_in(6, CASES), ids=str)
 def test_two_equal_experts_are_the_dense_model(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
