@@ -40,7 +40,7 @@ def _check(name: str, root: Path, make: Make, seeds: range = range(2)) -> None:
         assert gpu.operations > 0
 
 
-@pytest.mark.parametrize("mode", slow_but(MODES, "hidden", "router_input", "ridge"))
+@pytest.mark.parametrize("mode", slow_but(MODES, "router_input", "ridge"))
 def test_router_rows(mode: str, tmp_path: Path) -> None:
     """Of hidden states, for which transformers runs the model's layers on it."""
     has_negatives = mode not in ("centroid", "ridge")
