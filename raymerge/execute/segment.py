@@ -464,7 +464,7 @@ class SegmentRunner:
             self._idle.pop()
         share, transfers = self._share(device), transfers_for(device)
         mine = (self._projection.peak - self._projection.shared) // self._projection.lanes
-        limit = min(mine, share.budget) - share.write_bytes
+        limit = min(mine, share.budget) - share.all_write_bytes
         return Equipment(
             transfers=transfers,
             buffer=LoadBuffer(

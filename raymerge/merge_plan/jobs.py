@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
@@ -176,6 +176,15 @@ class OpJob:
         return is_read or self.expression.encode is not None
 
     @property
+    def observed(self) -> tuple[Hashable, ...]:
+        """What its statistics depend on beside its inputs: ops with equal values of it share theirs."""
+        method = self.expression.definition
+        if method is None:
+            return (self.expression.method,)
+        settings = self.expression.bind(keys=(), shape=self.parts[0].shape)
+        return method.name, self.expression.has_base, method.kernel_with(settings).observed(settings)
+
+    @property
     def each(self) -> tuple[OpJob, ...]:
         """Its variants, or itself without any."""
         return tuple(variant.op for variant in self.variants) or (self,)
@@ -222,16 +231,18 @@ class Variant(NamedTuple):
 
 
 def _joint_need(read: Need, variants: Sequence[Variant]) -> Need:
-    """The need of ops that are made one after the other of one read: statistics of all live together where
+    """The need of ops that are made one after the other of one read: different statistics live together where
     they are taken tile by tile."""
     needs = [each.op.need for each in variants]
-    fixed = [each.fixed_bytes for each in needs]
+    fixed = {
+        (each.inputs, *each.op.observed): need.fixed_bytes for each, need in zip(variants, needs, strict=True)
+    }
     pieces = [each.piece for each in needs]
     return replace(
         read,
         work_per_element=max(each.work_per_element for each in needs),
         scratch_per_element=max(each.scratch_per_element for each in needs),
-        fixed_bytes=sum(fixed) if variants[0].op.is_flat else max(fixed),
+        fixed_bytes=(sum if variants[0].op.is_flat else max)(fixed.values()),
         least_elements=max(each.least_elements for each in needs),
         unit=math.lcm(*(each.unit for each in needs)),
         piece=max(pieces) if all(pieces) else 0,

@@ -180,6 +180,10 @@ class Lane:
     """One lane's share of a worker's budget, and its buffers."""
 
     budget: int
+    outputs: int = 1
+    """Plans that are carried out together."""
+    block_bytes: int = 0
+    """Of the buffer of each of several plans for what is written; 0: the usual share."""
 
     @property
     def load_bytes(self) -> int:
@@ -188,22 +192,26 @@ class Lane:
 
     @property
     def write_bytes(self) -> int:
-        """Bytes of the buffer for what is written."""
-        return min(WRITE_MOST, _whole_pages(self.budget // _WRITE_SHARE))
+        """Bytes of each plan's buffer for what is written."""
+        return self.block_bytes or min(WRITE_MOST, _whole_pages(self.budget // _WRITE_SHARE))
+
+    @property
+    def all_write_bytes(self) -> int:
+        return self.outputs * self.write_bytes
 
     def load_limit(self, need: Need, piece: int) -> int:
         """Bytes that a load may have while pieces of so many elements are computed."""
-        return self.budget - self.write_bytes - need.work_bytes(piece)
+        return self.budget - self.all_write_bytes - need.work_bytes(piece)
 
     def peak(self, need: Need, elements: int) -> int:
         """Bytes in use while tiles of so many elements are made."""
         load = max(self.load_bytes, need.load_bytes(elements))
-        return self.write_bytes + need.work_bytes(need.piece_of(elements)) + load
+        return self.all_write_bytes + need.work_bytes(need.piece_of(elements)) + load
 
     @property
     def on_gpu(self) -> Lane:
         """What a lane asks for that computes on a GPU: page-locked memory may be twice as much as that."""
-        return Lane(self.budget // 2)
+        return Lane(self.budget // 2, self.outputs, _whole_pages(self.block_bytes // 2))
 
     def gpu_peak(self, need: Need, num_elements: int, *, passes: int) -> int:
         """Bytes of a GPU's memory in use while an op is made; of several loads, one arrives while another is
@@ -484,7 +492,7 @@ def _affordable(need: Need, lane: Lane) -> int:
     if need.piece and lane.load_limit(need, need.piece) >= lane.load_bytes:
         return int((lane.load_bytes - need.read_margin - ALIGNMENT) / stored)
     # The tile is one piece, perhaps since a full one does not fit beside the buffer.
-    spare = lane.budget - lane.write_bytes - need.fixed_bytes
+    spare = lane.budget - lane.all_write_bytes - need.fixed_bytes
     spare -= math.ceil(need.scratch_per_element * BLOCK)
     fitting = (spare - need.read_margin - ALIGNMENT) / (stored + need.work_per_element)
     # The buffer has a usual load's length even where a tile is shorter.
@@ -514,6 +522,8 @@ def lanes_of(threads: int) -> int:
 
 SMALLEST_BUDGET = 16 << 20
 """No worker is run with less, in bytes."""
+LEAST_BLOCK = 256 << 10
+"""Bytes of the smallest buffer for what one of several plans writes."""
 SMALLEST_LANE = 1 << 20
 """Bytes: in the shares of a smaller one nothing is read or written at once that is worth the asking."""
 
@@ -553,10 +563,14 @@ class Projection:
 
     @property
     def most_outputs(self) -> int:
-        """Plans like this one that can be carried out together: their buffers take half of a lane at most."""
-        each = self._lane.budget
-        spare = min(each // 2, each - max(SMALLEST_LANE, self.least_lane))
-        return 1 + max(0, spare // max(1, self._lane.write_bytes))
+        """Plans like this one that can be carried out together: beside what one needs, their buffers may have
+        half of a lane."""
+        return max(1, self._spare // LEAST_BLOCK)
+
+    @property
+    def _spare(self) -> int:
+        each = (self.budget - self.shared) // self.lanes
+        return min(each // 2, each - max(SMALLEST_LANE, self.least_lane))
 
     def together(self, outputs: int) -> Projection:
         """The projection of so many plans that need no more than this one; they take what they are given."""
@@ -581,11 +595,11 @@ class Projection:
 
     @property
     def lane(self) -> Lane:
-        return Lane(self._lane.budget - (self.outputs - 1) * self._lane.write_bytes)
-
-    @property
-    def _lane(self) -> Lane:
-        return Lane((self.budget - self.shared) // self.lanes)
+        alone = Lane((self.budget - self.shared) // self.lanes)
+        if self.outputs == 1:
+            return alone
+        block = min(alone.write_bytes, _whole_pages(self._spare // self.outputs))
+        return Lane(alone.budget, self.outputs, max(LEAST_BLOCK, block))
 
 
 def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:

@@ -18,7 +18,7 @@ from raymerge.events import OnEvent, PartInHand, ShardDone
 from raymerge.execute.receipts import UNFINISHED, Receipt
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.jobs import Jobs
-from raymerge.merge_plan.memory import SMALLEST_LANE, Projection
+from raymerge.merge_plan.memory import LEAST_BLOCK, SMALLEST_LANE, Projection
 from raymerge.merge_plan.plan import RunReader
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.record import RECORD, Ledger, check_begun
@@ -121,9 +121,11 @@ class JointWork:
         return tuple(frozenset().union(*parts) for parts in zip(*by_plan, strict=True))
 
     def lessened(self, number: int, budget: int | None) -> int | None:
-        """Half of a lane's memory, or what the neediest of the plans needs if that is more."""
-        smaller = [self.works[plan].lessened(number, budget) for plan in self.todo[number]]
-        fitting = [each for each in smaller if each is not None]
+        """Half of a lane's memory, or what the neediest plan needs with all buffers if that is more."""
+        beside = len(self.works) * LEAST_BLOCK
+        had = self.projection.lane.budget + self.projection.shared if budget is None else budget
+        smaller = [self.works[plan].lessened(number, had - beside) for plan in self.todo[number]]
+        fitting = [each + beside for each in smaller if each is not None]
         return max(fitting) if fitting else None
 
     def open(self, device: torch.device, name: str) -> SegmentsRunner:

@@ -14,6 +14,7 @@ from golden.digests import own_cases
 from kits.adapter_maker import lora_config, tiny_lora, write_adapter
 from kits.checkpoint_maker import read_tensors, tiny_llama
 from kits.expert_models import sparse, write_model
+from kits.joint_merges import elsewhere, joint_work, made_apart, made_together, planned, written
 from kits.marks import slow_but
 from kits.merge_cases import digests, make_family, receipts_of, recipes
 from kits.quantised_merges import entries
@@ -132,3 +133,31 @@ def test_all_golden_merges(tmp_path: Path) -> None:
     for seed, (name, recipe, place) in enumerate(own_cases(tmp_path / "in")):
         with contextlib.chdir(place):
             _check_merge(recipe, tmp_path / name, seed)
+
+
+@pytest.mark.parametrize("name", slow_but(["ties", "linear", "slerp", "della", "iso_c"], "ties"))
+def test_several_plans_are_made_of_one_read(name: str, tmp_path: Path) -> None:
+    recipe = recipes(make_family(tmp_path / "family", hidden=256))[name]
+    seeds = [{**recipe, "seed": seed} for seed in (1, 2)]
+    _check_together([*seeds, recipe], tmp_path)
+
+
+def test_several_plans_of_codes_are_made_of_one_read(tmp_path: Path) -> None:
+    parents = [gpt_oss(tmp_path / str(seed), seed) for seed in (1, 2)]
+    weights = ((0.5, 0.5), (0.2, 0.8))
+    _check_together(
+        [{"merge_method": "linear", "models": entries(parents, each)} for each in weights], tmp_path
+    )
+
+
+def _check_together(sweep: list[dict[str, Any]], root: Path) -> None:
+    works = [planned(each, root / f"apart{number}", 64 << 20) for number, each in enumerate(sweep)]
+    expected = [made_apart(each) for each in works]
+    for seed in range(2):
+        mine = [elsewhere(each, root / f"gpu{seed}-{number}") for number, each in enumerate(works)]
+        together = joint_work(mine)
+        with simulated_gpu(seed) as gpu:
+            receipts = made_together(together, "cuda")
+        assert 0 < gpu.peak_bytes <= together.projection.gpu_peak
+        assert {receipt.note for receipt in receipts} == {""}
+        assert [written(each.plan, each.staging) for each in mine] == expected
