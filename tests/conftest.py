@@ -52,8 +52,11 @@ LONG = (
     "methods/test_methods_kit.py",
     "methods/test_methods_sce.py",
     "methods/test_methods_arcs.py",
+    "planner/test_planner_planned.py",
+    "planner/test_planner_adapted.py",
 )
-"""Files that take ten seconds or more: before the rest, so that no process has one to itself at the end."""
+"""Files that take ten seconds or more, and those among plans that use loops: before the rest, so that no
+process has one to itself at the end."""
 
 
 @pytest.fixture
