@@ -2,7 +2,8 @@
 
 ``python limit.py OUT FIRST [MORE ...]`` copies FIRST to OUT and reads MORE, all at the same time. A merge
 whose output is as large as its first input can be no faster than that. It prints when it began and when the
-output had its name, as ``raymerge submit --json`` does, so that the start of Python does not count.
+output had its name, as ``raymerge submit --json`` does, so that the start of Python does not count. With
+``--copies`` it writes so many copies of FIRST, as merges of several outputs do.
 
 What makes it fast: large reads into few buffers that are used again, large direct writes from page-aligned
 buffers into a file whose blocks are allocated beforehand, more of them in flight than one, and nothing else.
@@ -17,7 +18,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -46,20 +47,25 @@ class Blocks:
             yield self._blocks[number]
 
 
-def run_limit(inputs: list[Path], output: Path, *, direct: bool = False) -> None:
-    part = output.with_name(f"{output.name}.part")
+def run_limit(inputs: list[Path], output: Path, *, direct: bool = False, copies: int = 1) -> None:
+    outputs = [output.with_name(f"{output.name}{number or ''}") for number in range(copies)]
+    parts = [each.with_name(f"{each.name}.part") for each in outputs]
     nbytes = inputs[0].stat().st_size
-    with opened_inputs(inputs, direct=direct) as sources, opened_output(part, nbytes) as target:
+    with ExitStack() as opened:
+        sources = opened.enter_context(opened_inputs(inputs, direct=direct))
+        targets = [opened.enter_context(opened_output(part, nbytes)) for part in parts]
         first, *more = [_blocks(fd) for fd in sources]
         copied, read = Blocks(first), Blocks([block for blocks in more for block in blocks])
         with ThreadPoolExecutor(COPIERS + READERS) as threads:
-            copiers = [threads.submit(_copy, copied, target, read) for _ in range(COPIERS)]
+            copiers = [threads.submit(_copy, copied, targets, read) for _ in range(COPIERS)]
             readers = [threads.submit(_read, read) for _ in range(READERS)]
             for each in (*copiers, *readers):
                 each.result()
-        os.ftruncate(target, nbytes)
-        os.fdatasync(target)
-    part.replace(output)
+        for target in targets:
+            os.ftruncate(target, nbytes)
+            os.fdatasync(target)
+    for part, place in zip(parts, outputs, strict=True):
+        part.replace(place)
     _sync_directory(output.parent)
 
 
@@ -98,13 +104,14 @@ def _blocks(fd: int) -> list[Block]:
     return [Block(fd, start, min(BLOCK_NBYTES, end - start)) for start in range(0, end, BLOCK_NBYTES)]
 
 
-def _copy(blocks: Blocks, target: int, then: Blocks) -> None:
+def _copy(blocks: Blocks, targets: list[int], then: Blocks) -> None:
     with closing(mmap.mmap(-1, BLOCK_NBYTES)) as buffer, memoryview(buffer) as view:
         for block in blocks:
             _fill(view, block)
             with view[: _padded(block.nbytes)] as data:
-                written = os.pwrite(target, data, block.offset)
-                assert written == len(data)
+                for target in targets:
+                    written = os.pwrite(target, data, block.offset)
+                    assert written == len(data)
     _read(then)
 
 
@@ -142,9 +149,10 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="the copy of the first input")
     parser.add_argument("inputs", type=Path, nargs="+", help="what is read; the first is copied")
     parser.add_argument("--direct", action="store_true", help="read past the page cache")
+    parser.add_argument("--copies", type=int, default=1, help="how many outputs are written")
     asked = parser.parse_args()
     tell("started")
-    run_limit(asked.inputs, asked.output, direct=asked.direct)
+    run_limit(asked.inputs, asked.output, direct=asked.direct, copies=asked.copies)
     tell("published")
 
 
