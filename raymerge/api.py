@@ -24,6 +24,7 @@ from raymerge.lora.combine import plan_adapters
 from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
 from raymerge.lora.matrices import Limits, parsed_model
 from raymerge.lora.writer import Combination, Extraction, ModuleReport, output_directory
+from raymerge.merge_plan.joint import with_tables_of
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import open_reference
@@ -383,6 +384,9 @@ def plan_sweep(
         except PlanError as error:
             failures.append(error.problems)
         else:
+            if planned:
+                first = planned[0].merges[-1].plan
+                merges = (*merges[:-1], replace(merges[-1], plan=with_tables_of(merges[-1].plan, first)))
             planned.append(PlannedOutput(each, merges))
             failures.append(())
     if any(failures):

@@ -26,6 +26,15 @@ def joint_groups(plans: Sequence[Plan]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
+def with_tables_of(plan: Plan, other: Plan) -> Plan:
+    """The plan with the other's tables where they are equal, so that both take hardly more memory than one
+    does, and travel as one."""
+    tables = {
+        name: other[name] if table.equals(other[name]) else table for name, table in plan.tables.items()
+    }
+    return replace(plan, tables=tables)
+
+
 def joint_costs(plans: Sequence[Plan]) -> list[int]:
     """Bytes that each segment reads and writes, at most: as if the plans with the costliest read all that the
     others do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from kits.quantised_models import deepseek_v3, gpt_oss, kimi_k2_thinking, three_
 from kits.recipe_maker import linear, slerp
 from kits.segment_bench import counted_buffers
 
-from raymerge.api import plan
+from raymerge.api import plan, plan_sweep
 from raymerge.errors import NonFiniteError
 from raymerge.merge_plan.joint import joint_groups
 from raymerge.merge_plan.memory import project
@@ -166,3 +167,12 @@ def test_receipts_are_those_of_each_plan(family: Family, tmp_path: Path) -> None
         made = {int(op) for each in own for op in each.digests}
         assert made == set(range(len(work.plan["ops"])))
         assert json.dumps([each.to_json() for each in own])
+
+
+def test_plans_of_a_sweep_travel_as_one(family: Family) -> None:
+    sweep = {**recipes(family)["ties"], "sweep": {"w": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]}}
+    sweep["models"] = [{**each, "parameters": {"weight": "$w", "density": 0.5}} for each in sweep["models"]]
+    plans = [each.merges[-1].plan for each in plan_sweep(sweep)]
+    assert len({each.digest for each in plans}) == 6
+    sizes = [len(pickle.dumps([each.tables for each in some])) for some in (plans[:1], plans)]
+    assert sizes[1] < 1.1 * sizes[0]
