@@ -59,6 +59,7 @@ from raymerge.runtime.driver.in_process import run_options
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
 from raymerge.runtime.driver.report_run import ReportRun, Subject, subject_of_merge, subject_of_output
 from raymerge.runtime.driver.run import RunResult
+from raymerge.runtime.driver.sweep_run import OutputMerges, SweepJob
 from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
@@ -257,6 +258,7 @@ __all__ = [
     "report",
     "report_difference",
     "submit",
+    "submit_sweep",
     "suggest_recipe",
     "suggestion_text",
     "transplantation",
@@ -418,7 +420,7 @@ def submit(
         plan_for(recipe, place, chosen)
     with Journal(on_event or (lambda _: None)) as emit:
         merges = plan_for(merge_order(draft.require()), place, chosen)
-        asked, chosen = chosen, run_options(merges, place, chosen)
+        asked, chosen = chosen, run_options([merges], place, chosen)
         job = MergeJob(merges, place, chosen, on_event=emit, began=began, journal=emit)
         job.check()
         if chosen.inline and not asked.inline:
@@ -426,6 +428,54 @@ def submit(
         # No more workers than parts of the work, if known by now.
         with _started(chosen, emit, parts=job.most_segments) as pool:
             return job.carry_out(pool)
+
+
+def submit_sweep(
+    recipe: RecipesLike,
+    output: str | Path,
+    options: RunOptions | None = None,
+    *,
+    on_event: OnEvent | None = None,
+) -> Mapping[str, RunResult]:
+    """Make all outputs of a sweep, with as few reads of the models as the memory limit allows; returns their
+    results by name. Each is what ``submit`` of its plain recipe makes, byte by byte.
+
+    ``output`` is the directory, or the place in an object store, below which each output has a directory of
+    its name. The same call goes on with what is missing: outputs that are published and untouched are left
+    as they are.
+
+    Raises:
+        RecipeError: the recipe is not valid, or no sweep.
+        PlanError: recipe and sources do not fit.
+        RaymergeError: as ``submit``; with what each missing output failed with, while the others are
+            published. IncompleteError if the same call would go on with some of them."""
+    began = time.monotonic()
+    chosen, emitted = options or RunOptions(), on_event or (lambda _: None)
+    with Journal(emitted) as emit:
+        outputs = sweep_outputs(recipe, output, chosen)
+        place, merges = place_of(output, chosen), [each.merges for each in outputs]
+        asked, chosen = chosen, run_options(merges, place, chosen)
+        job = SweepJob(outputs, place, chosen, on_event=emit, began=began)
+        job.check()
+        if chosen.inline and not asked.inline:
+            emit(RayLeftOut())
+        with _started(chosen, job.emit, parts=job.most_segments) as pool:
+            return job.carry_out(pool)
+
+
+def sweep_outputs(recipe: RecipesLike, output: str | Path, options: RunOptions) -> tuple[OutputMerges, ...]:
+    """The outputs of a sweep with their places and plans, which have no problems; raises as
+    ``submit_sweep``."""
+    planned = plan_sweep(recipe, output, options)
+    problems = joined_problems(
+        [each.output.values for each in planned], [each.merges[-1].plan.problems for each in planned]
+    )
+    if problems:
+        raise PlanError(problems)
+    return tuple(
+        OutputMerges(each.output.name, place_of(f"{output}/{each.output.name}", options), each.merges)
+        for each in planned
+    )
 
 
 def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:

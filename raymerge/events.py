@@ -39,6 +39,40 @@ class StepKept(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class OutputsStarted(Event):
+    """Outputs of a sweep that are made of one read start or resume; the events of their run follow."""
+
+    names: tuple[str, ...]
+    number: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputKept(Event):
+    """An output of a sweep is there already, and is left as it is."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFailed(Event):
+    """An output of a sweep is given up; the others go on."""
+
+    name: str
+    exit_code: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputsPublished(Event):
+    """All outputs of a sweep are in their places, each of which has been published by itself."""
+
+    path: str
+    names: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StageStarted(Event):
     title: str
     number: int

@@ -121,7 +121,7 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
     merges, place = plan_for(recipe, output, options), place_of(output, options)
     lacks = tuple(steps_problems(place, options, merges))
     made = frozenset() if lacks else kept_steps(merges, place, options.steps)
-    steps, chosen, accounts = chosen_steps(place, options, merges), run_options(merges, place, options), []
+    steps, chosen, accounts = chosen_steps(place, options, merges), run_options([merges], place, options), []
     is_here = bool(chosen.inline and not options.inline)
     for number, merge in enumerate(merges, start=1):
         is_last, which, is_made, name = merge is merges[-1], "", None, merge.recipe.name

@@ -72,6 +72,11 @@ class JointReceipt(Receipt):
     """What some of the plans failed with."""
 
 
+def receipt_of(answer: Mapping[str, Any]) -> Receipt:
+    """What ``to_json`` of a worker's receipt was made of. Raises as ``Receipt.from_json``."""
+    return JointReceipt(**answer) if "by_output" in answer else Receipt.from_json(answer)
+
+
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("segment", "read_bytes", "written_bytes", "peak_rss", "peak_device"), (int,)),
     **dict.fromkeys(("worker", "note"), (str,)),

@@ -125,6 +125,11 @@ def agree(before: Mapping[str, Any] | None, current: Mapping[str, Any]) -> bool:
     return before == _plain(current)
 
 
+def agree_as_known(before: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """``agree``, without versions of files that are not made yet."""
+    return agree(_known(before, current), _known(current, current))
+
+
 def check_agreement(
     before: Mapping[str, Any] | None, current: Mapping[str, Any], *, where: str, what: str
 ) -> None:
@@ -231,12 +236,11 @@ class Ledger:
 
     @staticmethod
     def read(path: Path) -> dict[int, Receipt]:
-        """Receipts by segment, without incomplete lines, which a crash leaves."""
-        receipts = (_receipt(entry) for entry in _entries(path) if "receipt" in entry)
-        return {receipt.segment: receipt for receipt in receipts if receipt is not None}
+        return receipts_in(path.read_bytes() if path.exists() else b"")
 
     def shards(self) -> dict[str, str]:
-        entries = (entry for entry in _entries(self._path) if "shard" in entry)
+        text = self._path.read_bytes() if self._path.exists() else b""
+        entries = (entry for entry in entries_of(text) if "shard" in entry)
         return {str(entry["shard"]): str(entry.get("stamp", "")) for entry in entries}
 
     def receipts(self) -> dict[int, Receipt]:
@@ -277,6 +281,12 @@ def conditions_in(ledger: bytes) -> Mapping[str, Any] | None:
     return conditions if is_readable else None
 
 
+def receipts_in(ledger: bytes) -> dict[int, Receipt]:
+    """Receipts by segment, without incomplete lines, which a crash leaves."""
+    receipts = (_receipt(entry) for entry in entries_of(ledger) if "receipt" in entry)
+    return {receipt.segment: receipt for receipt in receipts if receipt is not None}
+
+
 def _file_versions(entry: Any) -> dict[str, str]:
     """Versions of a source's files in the conditions; empty where these are damaged."""
     files = entry.get("files") if isinstance(entry, dict) else None
@@ -296,10 +306,6 @@ def _ends_whole(path: Path) -> bool:
             return True
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    return entries_of(path.read_bytes() if path.exists() else b"")
 
 
 def _receipt(entry: Mapping[str, Any]) -> Receipt | None:

@@ -500,8 +500,8 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/driver/in_process.py",
-        "own = _seconds(plan, here,",
-        "own = _seconds(plan, options,",
+        "own = sum(_seconds(merge.plan, here,",
+        "own = sum(_seconds(merge.plan, options,",
         "runtime/test_runtime_in_process.py",
     ),
     Mutation(

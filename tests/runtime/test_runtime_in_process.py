@@ -33,7 +33,7 @@ OUT = "/nowhere/out"
 
 
 def _is_here(merges: Sequence[PlannedMerge], output: Path | str, options: RunOptions) -> bool:
-    return bool(run_options(merges, output, options).inline)
+    return bool(run_options([merges], output, options).inline)
 
 
 @pytest.fixture(scope="module")

@@ -355,6 +355,13 @@ class MergeJob:
         self._stages = tuple(stage for merge in self._merges for stage in merge.stages)
         self._known: dict[str, StageWork] = {}
         self._runs = self._possible_runs()
+        self.is_stopped = False
+        """Whether it was asked to stop; all may be made nevertheless."""
+
+    @property
+    def run(self) -> Run:
+        """Of the output, over the results before it as they were planned."""
+        return self._runs[-1]
 
     @property
     def most_segments(self) -> int | None:
@@ -373,16 +380,16 @@ class MergeJob:
             is_chosen = self._options.steps is not None
             check_disk(disk, self._root, self._output, is_chosen=is_chosen)
 
-    def carry_out(self, pool: Pool) -> RunResult:
+    def carry_out(self, pool: Pool, *, is_last: bool = True) -> RunResult:
         """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.
+        ``is_last``: nothing else is made with the pool.
 
         What began under other conditions is refused before anything is made again. After any error
         intermediate results stay, and the same command goes on."""
         *before, last = self._merges
-        pool.settle(lambda: device_for(self._merges, self._ledgers()))
+        pool.settle(lambda: device_for(self._merges, self.ledgers()))
         if not has_steps(self._merges):
-            pool.conclude()
-            return self._runs[-1].carry_out(pool)
+            return self._made(self._runs[-1], pool, is_last=is_last)
         self.check()
         with self._held():
             self._check_conditions(pool)
@@ -391,13 +398,18 @@ class MergeJob:
                 self._have(merge, pool)
             if before:
                 self._on_event(StepStarted(*self._step(last)))
-            run = self._run(last, self._ready(last, pool))
-            # Behind the last run workers are idle.
-            pool.conclude()
-            result = run.carry_out(pool)
+            result = self._made(self._run(last, self._ready(last, pool)), pool, is_last=is_last)
             forget_commits(self._root)
             if not self._options.keep_intermediates:
                 shutil.rmtree(self._root, ignore_errors=True)
+        return result
+
+    def _made(self, run: Run, pool: Pool, *, is_last: bool) -> RunResult:
+        if is_last:
+            # Behind the last run workers are idle.
+            pool.conclude()
+        result = run.carry_out(pool)
+        self.is_stopped = run.is_stopped
         return result
 
     @contextmanager
@@ -412,16 +424,16 @@ class MergeJob:
 
     def _check_conditions(self, pool: Pool) -> None:
         errors: list[UserError] = []
-        with _noting(errors):
+        with noting(errors):
             self._runs[-1].check_conditions(pool)
         for stage in self._stages:
-            with _noting(errors):
+            with noting(errors):
                 if not awaits_results(stage):
                     self._stage_run(stage).check_conditions(pool)
         if errors:
             raise TargetError(_problems(errors)) from errors[0]
 
-    def _ledgers(self) -> Iterator[Path]:
+    def ledgers(self) -> Iterator[Path]:
         """Where ledgers of unfinished runs and intermediate results would be."""
         for run in reversed(self._runs):
             yield run.ledger_path
@@ -462,17 +474,14 @@ class MergeJob:
         runs: list[Run] = []
         errors: list[UserError] = []
         for merge in self._merges:
-            with _noting(errors):
+            with noting(errors):
                 runs.append(self._run(merge, merge.sources))
             for stage in merge.stages:
-                with _noting(errors):
+                with noting(errors):
                     if not awaits_results(stage):
                         self._known[stage.name] = self._works(stage)
                         self._stage_run(stage).check()
-        if errors:
-            # What is wrong with the recipe says more than what is wrong with how it is to be run.
-            kind = type(next((error for error in errors if isinstance(error, PlanError)), errors[0]))
-            raise kind(_problems(errors))
+        raise_any(errors)
         return tuple(runs)
 
     def _run(self, merge: PlannedMerge, sources: Sequence[Source]) -> Run:
@@ -533,7 +542,7 @@ def stage_lines(
     lines: list[StageLine] = []
     for stage in merge.stages:
         line = StageLine(stage.title, None, None, None, None)
-        with _noting(errors):
+        with noting(errors):
             if not awaits_results(stage):
                 run = StageRun(stage, Path(), options, work=works(stage), on_event=lambda _: None)
                 run.work.check()
@@ -549,8 +558,16 @@ def _problems(errors: Sequence[UserError]) -> tuple[Problem, ...]:
     return tuple(dict.fromkeys(problem for error in errors for problem in error.problems))
 
 
+def raise_any(errors: Sequence[UserError]) -> None:
+    """Raises all of these errors as one; returns where there is none."""
+    if errors:
+        # What is wrong with the recipe says more than what is wrong with how it is to be run.
+        kind = type(next((error for error in errors if isinstance(error, PlanError)), errors[0]))
+        raise kind(_problems(errors))
+
+
 @contextmanager
-def _noting(errors: list[UserError]) -> Iterator[None]:
+def noting(errors: list[UserError]) -> Iterator[None]:
     try:
         yield
     except UserError as error:

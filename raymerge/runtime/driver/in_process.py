@@ -27,27 +27,31 @@ _READ, _WRITE, _PER_CORE = 5e8, 3e8, 3e9
 a merge takes less time than by these; where it takes more, such as on a network mount, Ray would help."""
 
 
-def run_options(merges: Sequence[PlannedMerge], output: Path | str, options: RunOptions) -> RunOptions:
-    """The options that a run will have: ``inline`` where Ray would cost its merge more than it brings, and no
-    option needs or asks for workers."""
+def run_options(
+    outputs: Sequence[Sequence[PlannedMerge]], place: Path | str, options: RunOptions
+) -> RunOptions:
+    """The options that a run will have towards these outputs at or below a place, each with its merges:
+    ``inline`` where Ray would cost it more than it brings, and no option needs or asks for workers."""
     if not _is_left_open(options):
         return options
     here = replace(options, inline=True)
-    return here if _is_small(merges, output, options, here) else options
+    return here if _is_small(outputs, place, options, here) else options
 
 
 def _is_small(
-    merges: Sequence[PlannedMerge], output: Path | str, options: RunOptions, here: RunOptions
+    outputs: Sequence[Sequence[PlannedMerge]], place: Path | str, options: RunOptions, here: RunOptions
 ) -> bool:
-    if has_steps(merges) or is_remote(str(output)):
+    if is_remote(str(place)) or any(map(has_steps, outputs)):
         return False
-    plan, sources = merges[-1].plan, merges[-1].sources
+    last = [merges[-1] for merges in outputs]
     # How fast servers answer nobody knows, and of several kinds of devices one is yet to be chosen.
-    if plan.problems or reads_far(sources) or len(layouts := local_layouts(options)) > 1:
+    if any(merge.plan.problems or reads_far(merge.sources) for merge in last):
+        return False
+    if len(layouts := local_layouts(options)) > 1:
         return False
     try:
-        own = _seconds(plan, here, layout_of(here, (cores_here(),), 0))
-        on_ray = _seconds(plan, options, layouts[0])
+        own = sum(_seconds(merge.plan, here, layout_of(here, (cores_here(),), 0)) for merge in last)
+        on_ray = sum(_seconds(merge.plan, options, layouts[0]) for merge in last)
     except OptionError:
         # It says itself what it lacks.
         return False

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -18,7 +18,7 @@ from typing import Any
 
 from raymerge import events
 from raymerge.checkpoints.files import INDEX_FILE
-from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.checkpoints.source import CONFIG_FILE, Holding
 from raymerge.errors import (
     PROCESS_LIMIT,
     DiskSpaceError,
@@ -49,10 +49,11 @@ from raymerge.publish.finish import (
 )
 from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.object_shards import RemoteShards
-from raymerge.publish.output_place import check_apart
-from raymerge.publish.record import RECORD, Journal, Ledger
+from raymerge.publish.output_place import MANIFEST, check_apart
+from raymerge.publish.record import NAME, RECORD, Journal, Ledger, agree_as_known, conditions_in, receipts_in
+from raymerge.publish.run_records import read_object, records_of
 from raymerge.publish.shards import SegmentWork, Shards
-from raymerge.publish.staging import Staging, staging_of
+from raymerge.publish.staging import Staging, is_untouched, staging_of
 from raymerge.runtime.driver import versions
 from raymerge.runtime.workers.pool import Pool, Receipts, Stop, Work
 from raymerge.runtime.workers.sizing import check_free, fit_budget
@@ -154,6 +155,24 @@ def planned(plan: Plan, peak: int, notes: Sequence[str] = ()) -> events.Planned:
     )
 
 
+def report_segment(receipt: Receipt, planned_bytes: int, on_event: OnEvent) -> None:
+    if receipt.note:
+        on_event(events.DeviceFailed(receipt.worker, receipt.segment, receipt.note))
+    if receipt.retries:
+        on_event(events.StorageFailed(receipt.worker, receipt.segment, receipt.retries))
+    on_event(
+        events.SegmentDone(
+            receipt.segment,
+            receipt.worker,
+            receipt.read_bytes,
+            receipt.written_bytes,
+            planned_bytes,
+            receipt.seconds,
+            max(receipt.peak_rss, receipt.peak_device),
+        )
+    )
+
+
 @contextmanager
 def stopping(on_event: OnEvent, at_once: str = STOPPED_AT_ONCE) -> Iterator[Stop]:
     """Ctrl-C: finish the parts in hand. SIGTERM: finish those that end within ``GRACE_SECONDS``. A second
@@ -183,6 +202,7 @@ def stopping(on_event: OnEvent, at_once: str = STOPPED_AT_ONCE) -> Iterator[Stop
 _STAGES = "stages"
 _ENCODING = f"{RECORD}/encoding_errors.json"
 """What encoding changed in each tensor; the plan's own manifest holds only what is known beforehand."""
+_MANIFEST = MANIFEST.removeprefix(f"{RECORD}/")
 _NO_REPORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -251,7 +271,7 @@ class Run:
         self._journal = journal
         self.is_stopped = False
         """Whether it was asked to stop, though by then all was made: what comes next is not wanted."""
-        self._stop_request = stop_request or StopRequest(self._staging.output)
+        self.stop_request = stop_request or StopRequest(self._staging.output)
         beside = self._staging.beside_bytes
         self.projection = fit_budget(plan, options, beside=beside, is_far=reads_far(sources))
         check_free(options)
@@ -259,8 +279,21 @@ class Run:
         check_apart(output, self._held, alone)
 
     @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    @property
+    def held(self) -> Sequence[Holding]:
+        """What it reads."""
+        return self._held
+
+    @property
     def ledger_path(self) -> Path:
         return self._staging.ledger_path
+
+    def missing_bytes(self) -> int:
+        """Bytes of disk beside the output place that are still to be reserved."""
+        return self._staging.missing_bytes()
 
     def check(self) -> None:
         """Before any worker is started: raises TargetError for the output place."""
@@ -270,7 +303,31 @@ class Run:
     def check_conditions(self, pool: Pool) -> None:
         """With a started pool: raises TargetError if an unfinished run may not go on."""
         if not self._options.replace:
-            self._staging.check_conditions(self._conditions(pool))
+            self._staging.check_conditions(self._conditions(pool.numerics))
+
+    def is_published(self, pool: Pool | None = None) -> bool:
+        """Whether the output place holds, untouched, what this run would make; None for any pool."""
+        record = records_of(str(self._staging.place)).published()
+        if (
+            record is None
+            or read_object(record, MANIFEST.removeprefix(f"{RECORD}/")).get("digest") != self._plan.digest
+        ):
+            return False
+        before = conditions_in(record(NAME)) or {}
+        numerics = before.get("numerics") if pool is None else pool.numerics
+        is_local = isinstance(self._staging.place, Path)
+        return agree_as_known(before, self._conditions(numerics)) and (
+            not is_local or is_untouched(self._staging.output)
+        )
+
+    def published_result(self) -> RunResult:
+        """That of an earlier run, of which ``is_published`` is true."""
+        place = self._staging.place
+        record = records_of(str(place)).published()
+        receipts = receipts_in(b"" if record is None else record(NAME))
+        duplicates, errors = self._duplicates(receipts, None), self._encoding_errors(receipts)
+        verdict, made = verify_structure(place).require(), tuple(receipts.values())
+        return RunResult(place, self._plan.digest, verdict, made, 0.0, duplicates, errors)
 
     def carry_out(self, pool: Pool) -> RunResult:
         """Run with a started pool until the checkpoint is published. Raises TargetError: the output place is
@@ -283,8 +340,10 @@ class Run:
         notes = self._plan.manifest["notes"]
         self._on_event(planned(self._plan, self.projected_peak(pool), notes))
         self.check_scales()
-        with ExitStack() as held:
-            begun = self.begin(pool, held)
+        with self.resumable(), ExitStack() as held:
+            lease = self.hold(held)
+            pool.survey(self._staging.work(self.segment_work(pool)))
+            begun = self.begin(pool, held, lease)
             self._make(pool, begun)
             return self.conclude(pool, begun)
 
@@ -298,13 +357,17 @@ class Run:
         if problems:
             raise NonFiniteError(problems)
 
-    def begin(self, pool: Pool, held: ExitStack) -> Begun:
-        """Hold the output place until ``held`` is closed, and take up what earlier runs of this plan made."""
-        held.enter_context(resumable(self._staging.output, self._staging.missing_bytes))
-        lease = held.enter_context(self._staging.lock())
-        pool.survey(self._staging.work(self.segment_work(pool)))
+    def resumable(self) -> AbstractContextManager[None]:
+        return resumable(self._staging.output, self._staging.missing_bytes)
+
+    def hold(self, held: ExitStack) -> Lease:
+        """Hold the output place against other runs until ``held`` is closed."""
+        return held.enter_context(self._staging.lock())
+
+    def begin(self, pool: Pool, held: ExitStack, lease: Lease) -> Begun:
+        """Take up what earlier runs of this plan made; files are closed with ``held``."""
         lease.confirm()
-        ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
+        ledger = self._staging.prepare(self._conditions(pool.numerics), replace=self._options.replace)
         if self._journal is not None:
             self._journal.open(self._staging.root / RECORD, self._staging.keep_journal)
         store = held.enter_context(LocalStore(self._staging.root))
@@ -341,6 +404,7 @@ class Run:
         with begun.store as store:
             duplicates = self._duplicates(receipts, shared_bytes)
             errors = self._encoding_errors(receipts)
+            self._report_results(duplicates, errors)
             reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
             with versions.checking_sources(self._held):
                 files = self._finish(
@@ -358,10 +422,10 @@ class Run:
         proved, made = replace(verdict, path=self._staging.name), tuple(receipts.values())
         return RunResult(output, self._plan.digest, proved, made, seconds, duplicates, errors)
 
-    def _conditions(self, pool: Pool) -> dict[str, Any]:
+    def _conditions(self, numerics: Mapping[str, str] | None) -> dict[str, Any]:
         companions, contents = self._companions, self._donor.checkpoint.contents
         return {
-            "numerics": pool.numerics,
+            "numerics": numerics,
             "versions": versions.file_versions(self._held),
             "companions": companions and [[key, contents or version] for key, version in companions],
             **versions.condition_of(versions.commits_taken(self._sources)),
@@ -377,9 +441,9 @@ class Run:
 
         def take(parts: Receipts) -> None:
             for receipt in self.record(begun, parts):
-                self._report(receipt, costs[receipt.segment])
+                report_segment(receipt, costs[receipt.segment], self._on_event)
 
-        todo, asked = begun.shards.parts(begun.receipts), self._stop_request.is_made
+        todo, asked = begun.shards.parts(begun.receipts), self.stop_request.is_made
         work = self._staging.work(self.segment_work(pool))
         try:
             with versions.checking_sources(self._held):
@@ -389,43 +453,26 @@ class Run:
             raise
 
     def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
-        duplicates = found_duplicates(self._plan, op_digests(receipts.values()), shared_bytes=shared_bytes)
-        if duplicates:
-            known = duplicates.planned
-            facts = known.tensors, known.nbytes, known.groups, duplicates.shared_bytes, duplicates.unforeseen
-            self._on_event(events.DuplicatesFound(*facts))
-        return duplicates
+        return found_duplicates(self._plan, op_digests(receipts.values()), shared_bytes=shared_bytes)
 
     def _encoding_errors(self, receipts: Mapping[int, Receipt]) -> EncodingErrors:
         sums = {int(row): pair for each in receipts.values() for row, pair in each.encoding_errors.items()}
         exactness = {int(row): own for each in receipts.values() for row, own in each.exactness.items()}
-        errors = encoding_errors(self._plan, sums, exactness)
+        return encoding_errors(self._plan, sums, exactness)
+
+    def _report_results(self, duplicates: FoundDuplicates, errors: EncodingErrors) -> None:
+        if duplicates:
+            known = duplicates.planned
+            facts = known.tensors, known.nbytes, known.groups, duplicates.shared_bytes, duplicates.unforeseen
+            self._on_event(events.DuplicatesFound(*facts))
         if errors:
             above = errors.above(self._warn_encoding_error)
             self._on_event(events.EncodingErrorsFound(errors.roles, above, errors.proof))
-        return errors
 
     def segment_work(self, pool: Pool) -> SegmentWork:
         roots, files = tuple(each.root for each in self._held), versions.source_files(self._held)
         place, attempt_id = self._staging.root, self._staging.attempt_id
         return SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, attempt_id)
-
-    def _report(self, receipt: Receipt, planned_bytes: int) -> None:
-        if receipt.note:
-            self._on_event(events.DeviceFailed(receipt.worker, receipt.segment, receipt.note))
-        if receipt.retries:
-            self._on_event(events.StorageFailed(receipt.worker, receipt.segment, receipt.retries))
-        self._on_event(
-            events.SegmentDone(
-                receipt.segment,
-                receipt.worker,
-                receipt.read_bytes,
-                receipt.written_bytes,
-                planned_bytes,
-                receipt.seconds,
-                max(receipt.peak_rss, receipt.peak_device),
-            )
-        )
 
     def _finish(
         self,

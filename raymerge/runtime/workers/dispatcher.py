@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from raymerge.errors import IncompleteError, TransientError, first_line, is_memory_error
 from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost, WorkerProgress
-from raymerge.execute.receipts import Receipt
+from raymerge.execute.receipts import Receipt, receipt_of
 from raymerge.runtime.workers import pool
 from raymerge.runtime.workers.placement import Placement
 from raymerge.runtime.workers.ray_nodes import Nodes, NodeSurvey
@@ -153,7 +153,7 @@ class Dispatcher:
             for ref in ready:
                 # Not of a worker that was lost a moment ago: all that it had in hand was taken back.
                 answer = self._answer(ref, waiting[ref]) if waiting[ref] in self._group.actors else None
-                receipts += [] if answer is None else [Receipt.from_json(answer)]
+                receipts += [] if answer is None else [receipt_of(answer)]
             self._survey.look()
             self._todo.place(self._survey.placement)
             self._check_progress()

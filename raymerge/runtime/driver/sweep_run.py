@@ -1,0 +1,391 @@
+"""Several outputs of one submission: those whose tensors lie alike are made of one read of their sources.
+
+Each is a run of its own, with the staging directory, ledger, record and digest of its separate submission.
+The driver begins them together, has each segment made for all that lack it, records it in the ledger of each,
+and publishes each by itself. What goes wrong with one of them ends that one alone."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from raymerge import events
+from raymerge.errors import IncompleteError, NonFiniteError, Problem, RaymergeError, UserError, shortlist
+from raymerge.events import Event, OnEvent
+from raymerge.execute.receipts import JointReceipt, Receipt
+from raymerge.merge_plan.joint import joint_costs, joint_groups
+from raymerge.merge_plan.memory import Projection
+from raymerge.merge_plan.tables import Plan
+from raymerge.options import RunOptions
+from raymerge.planner.merges import PlannedMerge
+from raymerge.publish.lease import Lease
+from raymerge.publish.record import Journal
+from raymerge.publish.shards import JointWork
+from raymerge.runtime.driver import versions
+from raymerge.runtime.driver.chained_merges import MergeJob, device_for, has_steps, noting, raise_any
+from raymerge.runtime.driver.run import Begun, Run, RunResult, do_parts, planned, report_segment
+from raymerge.runtime.workers.pool import Pool, Receipts
+from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.local.store import check_disk_space
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMerges:
+    """One output of a sweep."""
+
+    name: str
+    place: Path | str
+    merges: tuple[PlannedMerge, ...]
+    """Of its plain recipe, in order of dependency; the last is the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGroup:
+    """Outputs that are made of one read."""
+
+    numbers: tuple[int, ...]
+    why_apart: str = ""
+    """Of one output that is made as if it were submitted alone, why; "" if nothing but memory is between it
+    and others."""
+
+
+def read_groups(outputs: Sequence[OutputMerges], projections: Sequence[Projection]) -> tuple[ReadGroup, ...]:
+    """Which outputs are made together, in the order in which they are made. ``projections`` are those of each
+    one made alone."""
+    apart = {number: why for number, each in enumerate(outputs) if (why := _why_apart(each))}
+    joined = [number for number in range(len(outputs)) if number not in apart]
+    groups: list[ReadGroup] = []
+    for positions in joint_groups([outputs[number].merges[-1].plan for number in joined]):
+        numbers = tuple(joined[position] for position in positions)
+        most = _neediest([projections[number] for number in numbers]).most_outputs
+        why = "its tensors lie otherwise" if len(numbers) == 1 < len(outputs) else ""
+        groups += (ReadGroup(numbers[at : at + most], why) for at in range(0, len(numbers), most))
+    groups += (ReadGroup((number,), why) for number, why in apart.items())
+    return tuple(groups)
+
+
+def _why_apart(output: OutputMerges) -> str:
+    if has_steps(output.merges):
+        return "its recipe has results between"
+    return "it goes to an object store" if is_remote(str(output.place)) else ""
+
+
+def _neediest(projections: Sequence[Projection]) -> Projection:
+    return min(projections, key=lambda each: (each.lanes, -each.least_budget))
+
+
+@dataclass(slots=True)
+class _Member:
+    """One output while it is made."""
+
+    name: str
+    job: MergeJob
+    journal: Journal
+    held: ExitStack = field(default_factory=ExitStack)
+    begun: Begun | None = None
+    error: RaymergeError | None = None
+    result: RunResult | None = None
+
+    @property
+    def run(self) -> Run:
+        return self.job.run
+
+
+class JointRun:
+    """The outputs of one ``ReadGroup``, carried out together."""
+
+    def __init__(self, members: Sequence[_Member], on_event: OnEvent) -> None:
+        self._members = members
+        self._on_event = on_event
+        self._plans = [member.run.plan for member in members]
+        every = (own for member in members for own in member.run.held)
+        self._sources = tuple({(own.root, own.files): own for own in every}.values())
+        self.is_stopped = False
+        """Whether it was asked to stop; all may be made nevertheless."""
+
+    def emit(self, event: Event) -> None:
+        """What concerns all outputs: told once, and written to the journal of each."""
+        for member in self._members:
+            member.journal(event)
+        self._on_event(event)
+
+    def carry_out(self, pool: Pool) -> None:
+        """Give each member its result or its error; raises, as ``do_parts`` does, what ends all of them."""
+        with ExitStack() as held:
+            for member in self._members:
+                held.push(member.held)
+                member.held.enter_context(member.journal)
+            self._announce(pool)
+            self._begin(pool)
+            if begun := [member for member in self._members if member.begun is not None]:
+                self._make(pool, begun)
+            for member in self._members:
+                self._conclude(pool, member)
+
+    def _announce(self, pool: Pool) -> None:
+        alone = (member.run.projected_peak(pool) for member in self._members)
+        peak = max(self._projection(self._members).whole_peak, *alone)
+        each = [planned(plan, peak, plan.manifest["notes"]) for plan in self._plans]
+        made: Counter[str] = Counter()
+        for own in each:
+            made.update(own.made)
+        sums = replace(
+            each[0],
+            digest="",
+            tensors=sum(own.tensors for own in each),
+            output_bytes=sum(own.output_bytes for own in each),
+            total_bytes=sum(joint_costs(self._plans)),
+            notes=tuple(dict.fromkeys(note for own in each for note in own.notes)),
+            made=dict(made),
+        )
+        for member, own in zip(self._members, each, strict=True):
+            member.journal(replace(sums, digest=own.digest))
+        self._on_event(sums)
+
+    def _begin(self, pool: Pool) -> None:
+        leases: list[tuple[_Member, Lease]] = []
+        for member in self._members:
+            with self._failing(member):
+                member.run.check_scales()
+                leases.append((member, member.run.hold(member.held)))
+        if leases:
+            pool.survey(self._work(pool, [member for member, _ in leases]))
+        for member, lease in leases:
+            with self._failing(member):
+                member.begun = member.run.begin(pool, member.held, lease)
+
+    def _work(self, pool: Pool, members: Sequence[_Member]) -> JointWork:
+        """The work of these outputs, each for the segments that it lacks."""
+        made = [() if each.begun is None else each.begun.receipts.keys() for each in members]
+        segments = range(len(self._plans[0]["segments"]))
+        lacking = {n: tuple(number for number, own in enumerate(made) if n not in own) for n in segments}
+        works = tuple(each.run.segment_work(pool) for each in members)
+        todo = {segment: numbers for segment, numbers in lacking.items() if numbers}
+        return JointWork(works, todo, self._projection(members))
+
+    @staticmethod
+    def _projection(members: Sequence[_Member]) -> Projection:
+        return _neediest([member.run.projection for member in members]).together(len(members))
+
+    def _make(self, pool: Pool, members: Sequence[_Member]) -> None:
+        """Make what these outputs lack, and record it in the ledger of each."""
+        work = self._work(pool, members)
+        every = joint_costs(self._plans)
+        costs = _costs([each.plan for each in work.works], work.todo)
+        parts = sorted(costs, key=lambda segment: (-costs[segment], segment))
+        done, done_bytes = len(every) - len(parts), sum(every) - sum(costs.values())
+        how = pool.threads, pool.device_reason
+        self.emit(events.Started(pool.workers, pool.device, done, done_bytes, *how))
+
+        def take(receipts: Receipts) -> None:
+            made = [each for each in receipts if isinstance(each, JointReceipt)]
+            for number, member in enumerate(members):
+                self._record(member, [own for each in made if (own := each.by_output.get(number))])
+            for receipt in made:
+                for number, error in receipt.failures.items():
+                    self._fail(members[number], error)
+                report_segment(receipt, costs[receipt.segment], self.emit)
+            if all(member.error is not None for member in members):
+                raise _NoneLeftError
+
+        with suppress(_NoneLeftError), versions.checking_sources(self._sources):
+            self.is_stopped = do_parts(pool, work, parts, take, on_event=self.emit, asked=self._is_asked)
+
+    def _is_asked(self) -> bool:
+        return any(member.run.stop_request.is_made() for member in self._members)
+
+    def _record(self, member: _Member, receipts: Sequence[Receipt]) -> None:
+        if member.error is None and member.begun is not None:
+            with self._failing(member):
+                member.run.record(member.begun, tuple(receipts))
+
+    def _conclude(self, pool: Pool, member: _Member) -> None:
+        """Publish an output, or leave its place if it has failed."""
+        if member.error is None and member.begun is not None:
+            with self._failing(member):
+                member.result = member.run.conclude(pool, member.begun)
+        error = member.error
+        if isinstance(error, NonFiniteError) and member.begun is not None:
+            # Only now: as long as parts are made, a worker may write there.
+            with suppress(RaymergeError, OSError):
+                member.run.discard(member.begun)
+        member.held.__exit__(None if error is None else type(error), error, None)
+
+    @contextmanager
+    def _failing(self, member: _Member) -> Iterator[None]:
+        """What goes wrong with one output ends that one."""
+        try:
+            with member.run.resumable():
+                yield
+        except RaymergeError as error:
+            self._fail(member, error)
+
+    def _fail(self, member: _Member, error: RaymergeError) -> None:
+        if member.error is None:
+            member.error = error
+            if not self.is_stopped:
+                self._on_event(events.OutputFailed(member.name, error.exit_code, str(error)))
+
+
+class _NoneLeftError(Exception):
+    """All outputs that were made together have failed."""
+
+
+def _costs(plans: Sequence[Plan], todo: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
+    """Bytes that each segment reads and writes for the plans that lack it."""
+    by_plans = {each: joint_costs([plans[number] for number in each]) for each in set(todo.values())}
+    return {segment: by_plans[each][segment] for segment, each in todo.items()}
+
+
+class SweepJob:
+    """One submission of several outputs."""
+
+    def __init__(
+        self,
+        outputs: Sequence[OutputMerges],
+        place: Path | str,
+        options: RunOptions,
+        *,
+        on_event: OnEvent,
+        began: float | None = None,
+    ) -> None:
+        """``place`` is the directory of all outputs' places; ``began`` is ``time.monotonic()`` at the begin
+        of the user's command, None for now.
+
+        Raises what ``Run`` raises, with the problems of all outputs."""
+        self._outputs = outputs
+        self._place = place
+        self._options = options
+        self._on_event = on_event
+        self._began = time.monotonic() if began is None else began
+        self._emit = on_event
+        errors: list[UserError] = []
+        self._members: list[_Member] = []
+        for output in outputs:
+            with noting(errors):
+                self._members.append(self._member(output))
+        raise_any(errors)
+
+    @property
+    def most_segments(self) -> int | None:
+        """More workers would be idle; None if that is unknown yet."""
+        counts = [member.job.most_segments for member in self._members]
+        known = [count for count in counts if count is not None]
+        return max(known) if len(known) == len(counts) else None
+
+    def emit(self, event: Event) -> None:
+        """What the pool tells: to the user, and to the journals of the outputs that are made now."""
+        self._emit(event)
+
+    def check(self) -> None:
+        """Before any worker is started: raises TargetError for the places of outputs that are not made yet,
+        OptionError without room for them."""
+        errors: list[UserError] = []
+        missing = [member for member in self._members if not member.run.is_published()]
+        for member in missing:
+            with noting(errors):
+                member.job.check()
+        raise_any(errors)
+        if not is_remote(str(self._place)):
+            nbytes = sum(member.run.missing_bytes() for member in missing)
+            check_disk_space(Path(self._place), nbytes, what="all outputs together")
+
+    def carry_out(self, pool: Pool) -> dict[str, RunResult]:
+        """Run with a started pool until all outputs are published; returns their results by name.
+
+        Outputs that are there already, untouched, are left as they are. What one fails with does not keep the
+        others from being made. Raises at the end what the missing ones failed with: IncompleteError if the
+        same command would go on with some of them, a UserError otherwise."""
+        merges = [merge for each in self._outputs for merge in each.merges]
+        pool.settle(lambda: device_for(merges, (path for m in self._members for path in m.job.ledgers())))
+        for member in self._members:
+            if member.run.is_published(pool):
+                member.result = member.run.published_result()
+                self._on_event(events.OutputKept(member.name))
+        self._make([number for number, member in enumerate(self._members) if member.result is None], pool)
+        if any(member.result is None for member in self._members):
+            raise _joined(self._members)
+        seconds, names = time.monotonic() - self._began, tuple(member.name for member in self._members)
+        self._on_event(events.OutputsPublished(shown(str(self._place)), names, seconds))
+        return {each.name: each.result for each in self._members if each.result is not None}
+
+    def _make(self, missing: Sequence[int], pool: Pool) -> None:
+        projections = [self._members[number].run.projection for number in missing]
+        groups = read_groups([self._outputs[number] for number in missing], projections)
+        for position, group in enumerate(groups, start=1):
+            members = [self._members[missing[number]] for number in group.numbers]
+            names = tuple(member.name for member in members)
+            self._on_event(events.OutputsStarted(names, position, len(groups)))
+            is_last = position == len(groups)
+            if len(members) > 1:
+                is_stopped = self._make_jointly(members, pool, is_last=is_last)
+            else:
+                is_stopped = self._make_alone(members[0], pool, is_last=is_last)
+            self._emit = self._on_event
+            # What one cannot go on with now, such as a full disk, the next would meet as well.
+            if is_stopped or any(each.error and not isinstance(each.error, UserError) for each in members):
+                return
+
+    def _make_jointly(self, members: Sequence[_Member], pool: Pool, *, is_last: bool) -> bool:
+        run = JointRun(members, self._on_event)
+        self._emit = run.emit
+        if is_last:
+            pool.conclude()
+        run.carry_out(pool)
+        return run.is_stopped
+
+    def _make_alone(self, member: _Member, pool: Pool, *, is_last: bool) -> bool:
+        self._emit = self._emitter(member.journal)
+        try:
+            with member.journal:
+                member.result = member.job.carry_out(pool, is_last=is_last)
+        except RaymergeError as error:
+            member.error = error
+            self._on_event(events.OutputFailed(member.name, error.exit_code, str(error)))
+        return member.job.is_stopped
+
+    def _member(self, output: OutputMerges) -> _Member:
+        journal = Journal(lambda _: None)
+        job = MergeJob(
+            output.merges,
+            output.place,
+            self._options,
+            on_event=self._emitter(journal),
+            began=self._began,
+            journal=journal,
+        )
+        return _Member(output.name, job, journal)
+
+    def _emitter(self, journal: Journal) -> OnEvent:
+        def emit(event: Event) -> None:
+            journal(event)
+            self._on_event(event)
+
+        return emit
+
+
+def _joined(members: Sequence[_Member]) -> RaymergeError:
+    """The one error that says what became of the outputs that are not published."""
+    missing = [member for member in members if member.result is None]
+    errors = [member.error for member in missing]
+    problems: dict[Problem, list[str]] = {}
+    for member in missing:
+        for problem in member.error.problems if isinstance(member.error, UserError) else ():
+            problems.setdefault(problem, []).append(member.name)
+    if all(isinstance(error, UserError) for error in errors):
+        kinds = {type(error) for error in errors if isinstance(error, UserError)}
+        kind = kinds.pop() if len(kinds) == 1 else UserError
+        return kind(
+            replace(each, where=f"{shortlist(names)}: {each.where}") for each, names in problems.items()
+        )
+    messages: dict[str, list[str]] = {}
+    for member in missing:
+        message = "not begun." if member.error is None else str(member.error)
+        messages.setdefault(message, []).append(member.name)
+    lines = [f"{shortlist(names)}: {message}" for message, names in messages.items()]
+    count = f"{len(members) - len(missing)} of {len(members)} outputs are published."
+    return IncompleteError("\n".join([f"{count} The same command goes on with the others.", *lines]))

@@ -1,0 +1,262 @@
+"""Several outputs of one submission: the bytes of their separate runs, and what one of them fails with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import read_tensors, write_checkpoint
+from kits.merge_cases import INLINE, LEAST_MEMORY, EventLog, Family, digests, merge, recipes, staging_of
+
+from raymerge.api import plan, read_sweep, submit_sweep
+from raymerge.errors import DiskSpaceError, IncompleteError, NonFiniteError, TargetError
+from raymerge.events import (
+    OutputFailed,
+    OutputKept,
+    OutputsPublished,
+    OutputsStarted,
+    Planned,
+    Published,
+    SegmentDone,
+    Started,
+)
+from raymerge.merge_plan.memory import LEAST_BLOCK, project
+from raymerge.options import RunOptions
+from raymerge.publish.lease import StopRequest, myself
+from raymerge.runtime.driver.run import RunResult
+from raymerge.storage.local.store import LocalStore
+
+REPLACE = RunOptions(inline=True, replace=True)
+
+
+Made = dict[str, tuple[str, dict[str, str]]]
+"""By output, the plan's digest and those of the files."""
+
+
+@pytest.fixture(scope="module")
+def recipe(medium: Family) -> dict[str, Any]:
+    """Four outputs, which share some of their numbers."""
+    ties = recipes(medium)["ties"]
+    models = [{**each, "parameters": {"weight": "$w", "density": "$d"}} for each in ties["models"]]
+    return {**ties, "models": models, "sweep": {"w": [0.2, 0.6], "d": [0.4, 0.8]}}
+
+
+@pytest.fixture(scope="module")
+def apart(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return _separate(recipe, tmp_path_factory.mktemp("separate"))
+
+
+def _separate(recipe: dict[str, Any], root: Path) -> Made:
+    """Of a run of each plain recipe alone."""
+    made = {}
+    for output in read_sweep(recipe) or ():
+        (plain,) = output.recipes
+        merged = merge(plain, root / "apart" / output.name)
+        made[output.name] = merged.result.digest, digests(root / "apart" / output.name)
+    assert made
+    return made
+
+
+def _together(results: Mapping[str, RunResult]) -> Made:
+    return {name: (result.digest, digests(Path(result.output))) for name, result in results.items()}
+
+
+def _signalling(number: int, *, after: int) -> EventLog:
+    def signals(event: object) -> None:
+        if isinstance(event, SegmentDone) and len(events.of(SegmentDone)) == after:
+            signal.raise_signal(number)
+
+    events = EventLog(signals)
+    return events
+
+
+def test_outputs_are_those_of_separate_runs(recipe: dict[str, Any], apart: Made, tmp_path: Path) -> None:
+    events = EventLog()
+    results = submit_sweep(recipe, tmp_path / "outs", INLINE, on_event=events)
+    assert _together(results) == apart
+    (planned,), (started,) = events.of(Planned), events.of(Started)
+    done = events.of(SegmentDone)
+    assert sorted(event.segment for event in done) == list(range(planned.segments))
+    assert started.done_segments == 0
+    assert sum(event.planned_bytes for event in done) == planned.total_bytes
+    written = sum(result.verdict.nbytes for result in results.values())
+    assert planned.output_bytes == written >= sum(event.written_bytes for event in done) > 0.9 * written
+    assert [event.names for event in events.of(OutputsStarted, OutputsPublished)] == [tuple(results)] * 2
+    assert {Path(event.path).name for event in events.of(Published)} == set(results)
+
+
+def test_a_stopped_sweep_goes_on_with_what_each_output_lacks(
+    recipe: dict[str, Any], apart: Made, tmp_path: Path
+) -> None:
+    first = _signalling(signal.SIGINT, after=9)
+    with pytest.raises(IncompleteError, match=r"0 of 4 outputs are published.*\nw0.2-d0.4.* and 1 more: "):
+        submit_sweep(recipe, tmp_path / "outs", INLINE, on_event=first)
+    done = len(first.of(SegmentDone))
+    # One of them loses what it had.
+    lost = staging_of(tmp_path / "outs" / "w0.6-d0.4")
+    (lost / "raymerge" / "ledger.jsonl").unlink()
+    again = EventLog()
+    results = submit_sweep(recipe, tmp_path / "outs", INLINE, on_event=again)
+    assert _together(results) == apart
+    (planned,), (started,) = again.of(Planned), again.of(Started)
+    assert started.done_segments == 0
+    assert len(again.of(SegmentDone)) == planned.segments > done >= 9
+    expected = planned.output_bytes - 3 * sum(event.written_bytes for event in first.of(SegmentDone)) / 4
+    written = sum(event.written_bytes for event in again.of(SegmentDone))
+    assert 0.9 * expected < written < expected
+
+
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.ray)])
+def test_one_output_that_is_not_finite_does_not_lose_the_others(workers: int | None, tmp_path: Path) -> None:
+    for name, value in (("base", 1.0), ("tune", 3.0)):
+        tensors = {f"{number}.weight": torch.full((256, 512), value) for number in range(8)}
+        write_checkpoint(
+            tmp_path / name,
+            {each: tensor.to(torch.float16) for each, tensor in tensors.items()},
+            {"architectures": ["Odd"], "model_type": "odd"},
+        )
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": str(tmp_path / "base"),
+        "models": [{"model": str(tmp_path / "tune"), "parameters": {"weight": "$w"}}],
+        "sweep": {"w": [0.5, 5e6, 2.0]},
+    }
+    events, options = EventLog(), RunOptions(inline=not workers, workers=workers)
+    with pytest.raises(NonFiniteError, match=r"^w5000000\.0: [0-7]\.weight: ") as caught:
+        submit_sweep(recipe, tmp_path / "outs", options, on_event=events)
+    assert caught.value.exit_code == 2
+    assert [event.name for event in events.of(OutputFailed)] == ["w5000000.0"]
+    assert sorted(os.listdir(tmp_path / "outs")) == ["w0.5", "w2.0"]
+    for weight, value in ((0.5, 2.0), (2.0, 5.0)):
+        made = read_tensors(tmp_path / "outs" / f"w{weight}")
+        assert [tensor.unique().tolist() for tensor in made.values()] == [[value]] * 8
+    (planned,) = events.of(Planned)
+    assert sorted(event.segment for event in events.of(SegmentDone)) == [*range(planned.segments)]
+
+
+def test_a_disk_that_is_full_for_one_output_is_met_again_for_that_one(
+    recipe: dict[str, Any], apart: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = LocalStore.sync
+
+    def full(self: LocalStore, key: str) -> None:
+        if ".w0.6-d0.8.raymerge-" in self.location(key):
+            raise DiskSpaceError("no room")
+        sync(self, key)
+
+    monkeypatch.setattr(LocalStore, "sync", full)
+    with pytest.raises(
+        IncompleteError, match=r"3 of 4 outputs are published.*\nw0.6-d0.8: no room"
+    ) as caught:
+        submit_sweep(recipe, tmp_path / "outs", INLINE)
+    assert caught.value.exit_code == 3
+    monkeypatch.undo()
+    again = EventLog()
+    results = submit_sweep(recipe, tmp_path / "outs", INLINE, on_event=again)
+    assert {event.name for event in again.of(OutputKept)} == set(results) - {"w0.6-d0.8"}
+    assert [event.names for event in again.of(OutputsStarted)] == [("w0.6-d0.8",)]
+    assert _together(results) == apart
+
+
+def test_outputs_that_are_there_are_kept_or_replaced(
+    recipe: dict[str, Any], apart: Made, tmp_path: Path
+) -> None:
+    small = {**recipe, "sweep": {"w": [0.2, 0.6], "d": [0.4]}}
+    first = submit_sweep(small, tmp_path / "outs", INLINE)
+    times = {name: os.stat(result.output).st_ino for name, result in first.items()}
+    again = submit_sweep(small, tmp_path / "outs", INLINE)
+    assert _without_order(again) == _without_order(first)
+    assert {name: os.stat(result.output).st_ino for name, result in again.items()} == times
+    touched = tmp_path / "outs" / "w0.6-d0.4" / "model.safetensors"
+    touched.write_bytes(touched.read_bytes()[:-1] + b"\0")
+    with pytest.raises(TargetError, match=r"w0\.6-d0\.4: this directory is not empty"):
+        submit_sweep(small, tmp_path / "outs", INLINE)
+    events = EventLog()
+    results = submit_sweep(small, tmp_path / "outs", REPLACE, on_event=events)
+    assert [event.name for event in events.of(OutputKept)] == ["w0.2-d0.4"]
+    assert _together(results) == {name: apart[name] for name in results}
+
+
+def _without_order(results: Mapping[str, RunResult]) -> list[Any]:
+    def facts(result: RunResult) -> Any:
+        receipts = {receipt.segment: receipt for receipt in result.receipts}
+        return result.output, result.digest, result.verdict, receipts, result.duplicates
+
+    return [(name, facts(result)) for name, result in results.items()]
+
+
+def test_outputs_whose_tensors_lie_otherwise_are_read_apart(recipe: dict[str, Any], tmp_path: Path) -> None:
+    mixed = {**recipe, "sweep": {"w": [0.2, 0.6], "d": [0.4], "to": ["float32", "bfloat16"]}, "dtype": "$to"}
+    events = EventLog()
+    results = submit_sweep(mixed, tmp_path / "outs", INLINE, on_event=events)
+    assert [len(event.names) for event in events.of(OutputsStarted)] == [2, 2]
+    assert _together(results) == _separate(mixed, tmp_path)
+
+
+def test_outputs_of_several_merges_are_made_one_after_the_other(medium: Family, tmp_path: Path) -> None:
+    models = [{"model": str(tune), "parameters": {"weight": 1.0}} for tune in medium.tunes[:2]]
+    first = {"name": "first", "merge_method": "linear", "models": models}
+    second = [
+        {"model": "first", "parameters": {"weight": 1.0}},
+        {**models[0], "parameters": {"weight": "$w"}},
+    ]
+    last = {"merge_method": "linear", "models": second, "sweep": {"w": [0.2, 0.6]}}
+    path = tmp_path / "recipe.yml"
+    path.write_text("---\n".join(json.dumps(each) + "\n" for each in (first, last)), encoding="utf-8")
+    events = EventLog()
+    results = submit_sweep(path, tmp_path / "outs", INLINE, on_event=events)
+    assert [event.names for event in events.of(OutputsStarted)] == [("w0.2",), ("w0.6",)]
+    for output in read_sweep(path) or ():
+        plain = tmp_path / f"{output.name}.yml"
+        plain.write_text(output.text, encoding="utf-8")
+        merged = merge(str(plain), tmp_path / "apart" / output.name)
+        assert _together(results)[output.name] == (
+            merged.result.digest,
+            digests(tmp_path / "apart" / output.name),
+        )
+    submit_sweep(path, tmp_path / "outs", INLINE, on_event=events)
+    assert len(events.of(OutputKept)) == 2
+
+
+def test_a_request_to_stop_one_output_stops_the_sweep(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raymerge.publish.lease._ASK_SECONDS", 0.0)
+
+    def ask(event: object) -> None:
+        if isinstance(event, Started):
+            StopRequest(tmp_path / "outs" / "w0.2-d0.8").make(myself(""))
+
+    with pytest.raises(IncompleteError, match="segments done"):
+        submit_sweep(recipe, tmp_path / "outs", INLINE, on_event=EventLog(ask))
+    assert not list((tmp_path / "outs").glob("*stop*"))
+
+
+def test_journals_of_all_outputs_have_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+    results = submit_sweep(recipe, tmp_path / "outs", INLINE)
+    for name, result in results.items():
+        journal = tmp_path / "outs" / name / "raymerge" / "events.jsonl"
+        told = [json.loads(line) for line in journal.read_text().splitlines()]
+        assert told[0]["event"] == "planned"
+        assert told[0]["digest"] == result.digest
+        assert len([each for each in told if each["event"] == "segment_done"]) == told[0]["segments"]
+        assert [re.sub(".*/", "", each["path"]) for each in told if each["event"] == "published"] == [name]
+
+
+def test_outputs_are_read_in_groups_that_fit_the_memory(
+    recipe: dict[str, Any], apart: Made, tmp_path: Path
+) -> None:
+    (alone, *_) = read_sweep(recipe) or ()
+    least = project(plan(alone.recipes[0]), LEAST_MEMORY).least_budget
+    events, options = EventLog(), RunOptions(inline=True, memory=least + 5 * LEAST_BLOCK // 2)
+    results = submit_sweep(recipe, tmp_path / "outs", options, on_event=events)
+    groups = events.of(OutputsStarted)
+    assert [(len(event.names), event.number, event.total) for event in groups] == [(2, 1, 2), (2, 2, 2)]
+    assert _together(results) == apart
