@@ -125,6 +125,13 @@ def test_a_recipe_of_ours_plans(recipe: str, monkeypatch: pytest.MonkeyPatch) ->
     raymerge.plan(recipe)
 
 
+def test_a_sweep_of_ours_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    planned = raymerge.plan_sweep("configs/recipes/sweeps/weights.yml")
+    assert [each.output.name for each in planned] == [f"slerp-t0.{number}" for number in range(1, 10)]
+    assert not any(merge.plan.problems for each in planned for merge in each.merges)
+
+
 def test_folders_stay_small() -> None:
     """At most 25 files, but for the table of methods, which has one file an entry."""
     counts = Counter(path.parent for path in MODULES)

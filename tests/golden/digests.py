@@ -33,7 +33,8 @@ Case = tuple[str, str | Mapping[str, Any], Path]
 
 def own_cases(place: Path) -> Iterator[Case]:
     """The recipes that are shipped, and merges of models that are made below ``place``."""
-    for path in sorted((ROOT / "configs" / "recipes").rglob("*.yml")):
+    recipes = ROOT / "configs" / "recipes"
+    for path in sorted((*recipes.glob("*.yml"), *recipes.glob("moe/*.yml"))):
         yield path.stem, str(path), ROOT
     yield "quickstart", "configs/quickstart/recipe.yml", ROOT
     yield from _quantised(place / "quantised")

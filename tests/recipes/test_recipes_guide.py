@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from raymerge.documents.positions import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES, MAX_TEXT_BYTES
 from raymerge.recipes.expert_set import AddedExpert, ExpertChange, ExpertSetRecipe
@@ -15,9 +16,12 @@ from raymerge.recipes.moe import Expert, GateMode, MoeRecipe, Trunk
 from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import AdapterOutput, MethodRule, Recipe
 from raymerge.recipes.settings import ROLE_NAMES, SELECTOR_KEYS
+from raymerge.recipes.sweep import draft_sweep_mapping
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+SWEEP = re.compile("^(sweep|checkpoints):", re.MULTILINE)
 
 
 def section(title: str) -> str:
@@ -38,6 +42,14 @@ def completed(example: str) -> str:
 
 
 def read(example: str) -> tuple[AnyRecipe, ...]:
+    steps = [f"step-{number}" for number in range(100000, 200001, 5000)]
+    sweep = (
+        draft_sweep_mapping(yaml.safe_load(example), directories=lambda _: steps)
+        if SWEEP.search(example)
+        else None
+    )
+    if sweep is not None:
+        return sweep.require()[-1].recipes
     return parse_recipes(completed(example), "example.yml", exists=lambda _: False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import yaml
 from raymerge.recipes.load import parse_recipe
 from raymerge.recipes.sweep import SweepDraft, draft_sweep, draft_sweep_mapping
 
+EXAMPLES = Path(__file__).parents[2] / "configs" / "recipes" / "sweeps"
 NAMES = ["checkpoint-0", "checkpoint-500", "checkpoint-900", "checkpoint-1000", "checkpoint-1500", "logs"]
 TEXT = """\
 checkpoints:
@@ -183,3 +185,21 @@ def test_a_root_without_checkpoints_is_described(tmp_path: Path) -> None:
     missing = draft_sweep(path)
     assert missing is not None
     assert "'r' cannot be listed (No such file or directory)." in str(missing.problems[0])
+
+
+def test_the_example_of_a_window_is_a_recipe() -> None:
+    names = [f"iter_{number:07}" for number in range(95000, 205000, 5000)]
+    draft = draft_sweep(EXAMPLES / "window.yml", directories=lambda _: names)
+    assert draft is not None
+    five, ten, twenty = draft.require()
+    assert (five.name, len(ten.coefficients), len(twenty.coefficients)) == ("average-5", 10, 20)
+    assert list(twenty.coefficients)[-1] == "runs/pretrain/iter_0200000"
+
+
+def test_the_table_of_schedules_is_what_they_give() -> None:
+    page = (EXAMPLES.parents[2] / "docs" / "how-to" / "average-checkpoints.md").read_text(encoding="utf-8")
+    lines = dict(re.findall(r"^\| `([^`]+)` \| ([0-9., ]+)", page, re.MULTILINE))
+    assert len(lines) == 4
+    for schedule, shown in lines.items():
+        made = coefficients(yaml.safe_load(schedule), 5)
+        assert [float(each) for each in shown.split(", ")] == pytest.approx(made, abs=6e-5)
