@@ -40,18 +40,16 @@ def numbers(raw: RawCodes, *, out: torch.Tensor | None = None, in_order: bool = 
     """Codes with scales as float32 ``[n]`` on their device: in logical order, or as they are stored."""
     columns, view = raw.layout.columns, raw.read.view if in_order else None
     quant_spec = raw.layout.encoding.quant_spec((raw.count // columns, columns))
-    into, whole = None if out is None else out.view(quant_spec.shape), tensor_scale(raw)
-    codec = codec_of(quant_spec.format)
-    decoded = codec.decode(
-        quant_spec, raw.codes, raw.scales, raw.zero_points, tensor_scale=whole, out=into
-    ).flatten()
+    into = None if out is None else out.view(quant_spec.shape)
+    decoded = codec_of(quant_spec.format).decode(quant_spec, with_scales(raw), out=into).flatten()
     return decoded if view is None else strided(decoded, view).contiguous().flatten()
 
 
-def tensor_scale(raw: RawCodes) -> torch.Tensor | None:
-    """The one scale that codes share, float32 ``[]``; None where there is none."""
+def with_scales(raw: RawCodes) -> Encoded:
+    """Codes with what they are stored with, as codecs take them."""
     dtype = raw.layout.encoding.tensor_scale_dtype
-    return None if dtype is None else load_scales(dtype, raw.tensor_scale).squeeze(0)
+    whole = None if dtype is None else load_scales(dtype, raw.tensor_scale).squeeze(0)
+    return Encoded(raw.codes, raw.scales, raw.zero_points, whole)
 
 
 def rounded(result: torch.Tensor, dtype: DType) -> torch.Tensor:

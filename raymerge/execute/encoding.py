@@ -14,6 +14,7 @@ from raymerge.checkpoints.quantisation.block_codec import (
     ErrorSums,
     Exactness,
     NotFiniteError,
+    StoredScales,
     load_scales,
     store_scales,
 )
@@ -22,7 +23,7 @@ from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.deferred import torch
 from raymerge.dtypes import DType
 from raymerge.execute.compute import PartComputation
-from raymerge.execute.decoding import tensor_scale
+from raymerge.execute.decoding import with_scales
 from raymerge.execute.output import NotFinite
 from raymerge.execute.reading import Raw, RawCodes, TileJob
 from raymerge.merge_plan.jobs import OpJob
@@ -67,10 +68,9 @@ def observe(op: OpJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> Observed:
         if held is None:
             fits = False
             continue
-        scale = tensor_scale(held)
         # A copy, as it lies in the memory of a load.
-        had = None if scale is None else scale.clone()
-        fits = fits and bool(codec.fits(quant_spec, values, held.scales, tensor_scale=scale).all())
+        had = None if held.tensor_scale is None else held.tensor_scale.clone()
+        fits = fits and bool(codec.fits(quant_spec, values, held).all())
     return Observed(torch.stack(seen).amax(), had, fits and had is not None)
 
 
@@ -108,23 +108,20 @@ def encoded(op: OpJob, result: torch.Tensor, raw: Raw, shared: TensorScale | Non
     quant_spec, values = _quant_spec(op, result)
     codec = codec_of(quant_spec.format)
     held = _held(op, raw, result.numel()) if shared is None or shared.is_kept else None
-    scales, zeros = (None, None) if held is None else (held.scales, held.zero_points)
-    whole = None if shared is None else shared.scale
+    given = (held or StoredScales())._replace(tensor_scale=None if shared is None else shared.scale)
     try:
-        coded = codec.encode(quant_spec, values, given_scales=scales, given_zeros=zeros, tensor_scale=whole)
+        coded = codec.encode(quant_spec, values, given)
     except NotFiniteError as error:
         raise NotFinite(op) from error
-    sums = codec.error_sums(quant_spec, values, coded, tensor_scale=whole)
+    sums = codec.error_sums(quant_spec, values, coded)
     if not math.isfinite(sums.squared_values):
         raise NotFinite(op)
-    rows = EncodedRows(coded, sums, _exactness(op, values, coded, sums, whole))
+    rows = EncodedRows(coded, sums, _exactness(op, values, coded, sums))
     _clear_padding(op, coded.codes)
     return rows
 
 
-def _exactness(
-    op: OpJob, values: torch.Tensor, coded: Encoded, sums: ErrorSums, whole: torch.Tensor | None
-) -> Exactness | None:
+def _exactness(op: OpJob, values: torch.Tensor, coded: Encoded, sums: ErrorSums) -> Exactness | None:
     """Nothing is told of what a GPU encodes, which the host would have to wait for once more."""
     quant_spec = op.encoding.quant_spec(values.shape)
     is_single = all(len(part.inputs) == 1 for part in op.parts)
@@ -132,7 +129,7 @@ def _exactness(
         return None
     if not sums.squared_errors:
         return Exactness(math.prod(quant_spec.grid), 0, 0.0)
-    return codec_of(quant_spec.format).exactness(quant_spec, values, coded, tensor_scale=whole)
+    return codec_of(quant_spec.format).exactness(quant_spec, values, coded)
 
 
 def _clear_padding(op: OpJob, codes: torch.Tensor) -> None:
@@ -153,13 +150,13 @@ def _quant_spec(op: OpJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tenso
     return op.encoding.quant_spec(values.shape), values
 
 
-def _held(op: OpJob, raw: Raw, num_elements: int) -> RawCodes | None:
-    """The codes that a tile had in the first input that is stored as the output is: one that is fused
+def _held(op: OpJob, raw: Raw, num_elements: int) -> StoredScales | None:
+    """The scales that a tile had in the first input that is stored as the output is: one that is fused
     otherwise has other rows there."""
     layout = num_elements, op.parts[0].columns, op.expression.encode
     codes = [each for each in raw[: len(op.parts[0].inputs)] if isinstance(each, RawCodes)]
     alike = (each for each in codes if (each.count, each.layout.columns, each.layout.encoding) == layout)
-    return next(alike, None)
+    return next((with_scales(each).stored for each in alike), None)
 
 
 _SCALES = (DType.F32, DType.BF16)

@@ -422,7 +422,7 @@ class Lane:
                 self._outputs[op.output].take(op.tensor_scale, 0, stored.numel(), self._fetcher(stored))
         rows = encoded(op, result, raw, shared)
         self._outputs[op.output].add_errors(op, rows.errors, rows.exactness)
-        codes, scales, zeros = rows.coded
+        codes, scales, zeros, _ = rows.coded
         self._outputs[op.output].take(op, skipped, codes.numel(), self._fetcher(codes))
         self._emit_scales(op, scales, skipped * 8 // op.expression.cast.bits)
         if op.zero_points is not None and zeros is not None:

@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 
 from raymerge import devices, methods
+from raymerge.checkpoints.quantisation.block_codec import StoredScales
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.deferred import torch
@@ -107,13 +108,9 @@ def _encode(encode: Encoding, device: torch.device) -> None:
     quant_spec = encode.quant_spec((encode.cut_height, -(-_CODED_COLUMNS // unit) * unit))
     codec, values = codec_of(encode.format), torch.zeros(quant_spec.shape, device=device)
     whole = None if encode.tensor_scale_dtype is None else torch.ones((), device=device)
-    encoded = codec.encode(quant_spec, values, tensor_scale=whole)
-    scale_row_scales = encoded.scales if quant_spec.scale_row_length else None
-    zeros = encoded.zero_points
-    codec.encode(quant_spec, values, given_scales=scale_row_scales, given_zeros=zeros, tensor_scale=whole)
-    codec.error_sums(
-        quant_spec, codec.decode(quant_spec, *encoded, tensor_scale=whole), encoded, tensor_scale=whole
-    )
+    encoded = codec.encode(quant_spec, values, StoredScales(tensor_scale=whole))
+    codec.encode(quant_spec, values, encoded.stored)
+    codec.error_sums(quant_spec, codec.decode(quant_spec, encoded), encoded)
     if device.type == "cpu" and is_summed_at_once(encode):
         warm_up_sums()
 

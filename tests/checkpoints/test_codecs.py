@@ -19,8 +19,10 @@ from torch import Tensor
 from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
+    Encoded,
     NotFiniteError,
     Steps,
+    StoredScales,
     load_scales,
     store_scales,
 )
@@ -57,7 +59,7 @@ def random_codes(shape: tuple[int, int]) -> Tensor:
 def test_fp8_saturates_and_keeps_signs() -> None:
     quant_spec = usual_quant_spec(FP8_TENSOR, (1, 8), scale_dtype=DType.F32)
     values = torch.tensor([[448.0, 463.9, 464.0, 1e9, -1e9, -0.0, 2.0**-10, 1.5 * 2.0**-9]])
-    encoded = FP8.encode(quant_spec, values, tensor_scale=torch.tensor(1.0))
+    encoded = FP8.encode(quant_spec, values, StoredScales(tensor_scale=torch.tensor(1.0)))
     # 464 lies half-way to the next number there is not; 2 ** -10 half-way to the least: to even, so to 0.
     assert encoded.codes.tolist() == [0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0x80, 0x00, 0x02]
     assert encoded.scales.numel() == 0
@@ -70,11 +72,11 @@ def test_what_is_not_finite_is_not_encoded(bad: float, dtype: DType) -> None:
     values = torch.tensor([[1.0, bad, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]])
     for kept in (None, torch.full((quant_spec.scales_nbytes(2),), 60, dtype=torch.uint8)):
         with pytest.raises(NotFiniteError):
-            FP8.encode(quant_spec, values, given_scales=kept)
+            FP8.encode(quant_spec, values, StoredScales(kept))
     # Here the caller looks, before it chooses the scale; what it missed does not pass for a number.
     whole = usual_quant_spec(FP8_TENSOR, (2, 4), scale_dtype=DType.F32)
     one = torch.tensor(0.5)
-    assert FP8.decode(whole, *FP8.encode(whole, values, tensor_scale=one), tensor_scale=one)[0, 1].isnan()
+    assert FP8.decode(whole, FP8.encode(whole, values, StoredScales(tensor_scale=one)))[0, 1].isnan()
 
 
 @inherited
@@ -123,7 +125,7 @@ def test_scales_may_lie_anywhere_in_a_buffer(dtype: DType) -> None:
 def test_mxfp4_has_the_first_code_in_the_lower_half() -> None:
     quant_spec = usual_quant_spec(MXFP4, (1, 32))
     codes = torch.tensor([0x21, 0xF7, *(0,) * 14], dtype=torch.uint8)
-    decoded = codec_of(MXFP4).decode(quant_spec, codes, torch.tensor([128], dtype=torch.uint8))
+    decoded = codec_of(MXFP4).decode(quant_spec, Encoded(codes, torch.tensor([128], dtype=torch.uint8)))
     assert decoded[0, :4].tolist() == [1.0, 2.0, 12.0, -12.0]
 
 
@@ -135,7 +137,7 @@ def test_mxfp4_exponents_are_those_of_the_rounded_largest_magnitude(largest: flo
     quant_spec = usual_quant_spec(MXFP4, (1, 32))
     encoded = codec_of(MXFP4).encode(quant_spec, row(-largest))
     assert encoded.scales.item() - 127 == exponent
-    assert codec_of(MXFP4).decode(quant_spec, *encoded).isfinite().all()
+    assert codec_of(MXFP4).decode(quant_spec, encoded).isfinite().all()
 
 
 def test_transformers_decodes_mxfp4_to_the_same_numbers() -> None:
@@ -148,7 +150,7 @@ def test_transformers_decodes_mxfp4_to_the_same_numbers() -> None:
     scales = torch.randint(110, 140, quant_spec.scales_shape, generator=generator, dtype=torch.uint8)
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     for expert in range(3):
-        ours = codec_of(MXFP4).decode(quant_spec, blocks[expert].view(-1), scales[expert].view(-1))
+        ours = codec_of(MXFP4).decode(quant_spec, Encoded(blocks[expert].view(-1), scales[expert].view(-1)))
         # It gives [columns, rows], as its modules have it.
         assert ours.t().equal(theirs[expert])
 
@@ -160,7 +162,7 @@ def test_int4_words_are_as_compressed_tensors_packs_them() -> None:
     word = sum((number + 8) << (4 * place) for place, number in enumerate(numbers))
     words = torch.tensor([word - (1 << 32), *(-0x77777778,) * 3], dtype=torch.int32)
     scale = torch.tensor([0.25]).view(torch.uint8)
-    decoded = codec_of(INT4).decode(quant_spec, words.view(torch.uint8), scale)
+    decoded = codec_of(INT4).decode(quant_spec, Encoded(words.view(torch.uint8), scale))
     assert decoded[0].tolist() == [*(number / 4 for number in numbers), *(0.0,) * 24]
 
 
@@ -171,7 +173,7 @@ def test_int4_scales_are_rounded_before_codes_are_made() -> None:
     scale = (torch.tensor(1.0) / 7.5).bfloat16()
     assert encoded.scales.view(torch.bfloat16).equal(scale.view(1))
     codes = (values / scale.float()).round().clamp(-8, 7)
-    assert codec.decode(quant_spec, *encoded).equal(codes * scale.float())
+    assert codec.decode(quant_spec, encoded).equal(codes * scale.float())
 
 
 @pytest.mark.parametrize("form", NVFP4S, ids=lambda form: form.name)
@@ -181,8 +183,8 @@ def test_nvfp4_has_scales_for_numbers_of_any_size(size: float, form: Format) -> 
     values = torch.randn(16, 64, generator=torch.Generator().manual_seed(9))
     values *= size / values.abs().max()
     one = codec.fresh_tensor_scale(quant_spec, values.abs().max())
-    encoded = codec.encode(quant_spec, values, tensor_scale=one)
-    decoded = codec.decode(quant_spec, *encoded, tensor_scale=one)
+    encoded = codec.encode(quant_spec, values, StoredScales(tensor_scale=one))
+    decoded = codec.decode(quant_spec, encoded)
     assert ((decoded - values).double().norm() / values.double().norm()) < 0.12
 
 
@@ -211,8 +213,8 @@ def test_nvfp4_has_one_scale_for_tensors_that_differ_within_bounds(had: float | 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0])
 def test_nvfp4_with_a_damaged_scale_gives_no_numbers(scale: float, form: Format) -> None:
     quant_spec, codec = usual_quant_spec(form, (2, 32)), codec_of(form)
-    encoded = codec.encode(quant_spec, torch.ones(2, 32), tensor_scale=torch.tensor(1.0))
-    assert not codec.decode(quant_spec, *encoded, tensor_scale=torch.tensor(scale)).isfinite().any()
+    encoded = codec.encode(quant_spec, torch.ones(2, 32), StoredScales(tensor_scale=torch.tensor(1.0)))
+    assert not codec.decode(quant_spec, encoded._replace(tensor_scale=torch.tensor(scale))).isfinite().any()
 
 
 def test_only_some_packings_have_a_scale_of_the_whole_tensor() -> None:
@@ -227,7 +229,9 @@ def test_modelopt_and_compressed_tensors_mean_the_same_numbers() -> None:
     """A factor of a power of two is exactly one over a divisor."""
     codes, scales = random_codes((4, 64)), torch.tensor([0x38, 0x7E, 0x01, 0x40] * 4, dtype=torch.uint8)
     decoded = [
-        codec_of(form).decode(usual_quant_spec(form, (4, 64)), codes, scales, tensor_scale=torch.tensor(one))
+        codec_of(form).decode(
+            usual_quant_spec(form, (4, 64)), Encoded(codes, scales, None, torch.tensor(one))
+        )
         for form, one in ((NVFP4, 1024.0), (NVFP4_MODELOPT, 2.0**-10))
     ]
     assert decoded[0].equal(decoded[1])
@@ -238,9 +242,11 @@ def test_deepseek_v4_has_the_even_column_in_the_lower_half() -> None:
     codes = torch.tensor([0x21, 0xF7, *(0,) * 14], dtype=torch.uint8)
     # Of the scale's byte b the factor is 2 ** (b - 127); 0 is no zero, and 255 no number.
     for byte, factor in ((127, 1.0), (128, 2.0), (0, 2.0**-127)):
-        decoded = codec_of(MXFP4_BYTES).decode(quant_spec, codes, torch.tensor([byte], dtype=torch.uint8))
+        decoded = codec_of(MXFP4_BYTES).decode(
+            quant_spec, Encoded(codes, torch.tensor([byte], dtype=torch.uint8))
+        )
         assert decoded[0, :4].tolist() == [0.5 * factor, factor, 6 * factor, -6 * factor]
-    lost = codec_of(MXFP4_BYTES).decode(quant_spec, codes, torch.tensor([255], dtype=torch.uint8))
+    lost = codec_of(MXFP4_BYTES).decode(quant_spec, Encoded(codes, torch.tensor([255], dtype=torch.uint8)))
     assert lost.isnan().all()
 
 
@@ -370,7 +376,7 @@ def coded(rows: int, largest: int, seed: int) -> Tensor:
 
 
 def decoded(quant_spec: QuantSpec, values: Tensor) -> Tensor:
-    return CODEC.decode(quant_spec, *CODEC.encode(quant_spec, values))
+    return CODEC.decode(quant_spec, CODEC.encode(quant_spec, values))
 
 
 @pytest.mark.parametrize("largest", [7, -7, -8])
@@ -390,7 +396,7 @@ def test_codes_times_a_scale_return_whatever_the_scale_is(largest: int, dtype: t
 def test_what_was_encoded_once_is_not_changed_by_way_of_plain_numbers(kept: torch.dtype) -> None:
     quant_spec = usual_quant_spec(INT4, (64, 64))
     first = CODEC.encode(quant_spec, torch.randn(64, 64, generator=torch.Generator().manual_seed(5)) * 0.02)
-    values = CODEC.decode(quant_spec, *first).to(kept).float()
+    values = CODEC.decode(quant_spec, first).to(kept).float()
     again = CODEC.encode(quant_spec, values)
     assert again.codes.equal(first.codes)
     assert again.scales.equal(first.scales)
@@ -403,7 +409,7 @@ def test_encoding_once_more_after_bfloat16_loses_little(form: Format, least: flo
     """The figures of docs/reliability.md."""
     quant_spec, codec = usual_quant_spec(form, (256, 256)), codec_of(form)
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)) * 0.02
-    rounded = codec.decode(quant_spec, *codec.encode(quant_spec, values)).bfloat16().float()
+    rounded = codec.decode(quant_spec, codec.encode(quant_spec, values)).bfloat16().float()
     again = codec.error_sums(quant_spec, rounded, codec.encode(quant_spec, rounded))
     assert least <= (again.squared_errors / again.squared_values) ** 0.5 <= most
 

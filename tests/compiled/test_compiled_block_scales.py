@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raymerge.checkpoints.quantisation.block_codec import Encoded, ErrorSums, load_scales
+from raymerge.checkpoints.quantisation.block_codec import Encoded, ErrorSums, StoredScales, load_scales
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
@@ -44,9 +44,9 @@ def _in_steps(
     quant_spec: QuantSpec, parents: list[Encoded], coefficients: Coefficients, kept: Tensor | None
 ) -> tuple[Encoded, ErrorSums]:
     codec = codec_of(quant_spec.format)
-    sources = torch.stack([codec.decode(quant_spec, *each).view(-1) for each in parents])
+    sources = torch.stack([codec.decode(quant_spec, each).view(-1) for each in parents])
     values = combine(sources, coefficients, None).view(quant_spec.shape)
-    encoded = codec.encode(quant_spec, values, given_scales=kept)
+    encoded = codec.encode(quant_spec, values, StoredScales(kept))
     return encoded, codec.error_sums(quant_spec, values, encoded)
 
 

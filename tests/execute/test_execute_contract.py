@@ -413,7 +413,7 @@ def _coded_model(
     if not is_packed:
         return write_checkpoint(root, {**norm, NAME: values.bfloat16()}, CONFIG)
     quant_spec = usual_quant_spec(FP8_BLOCK, shape)
-    codes, scales, _ = codec_of(FP8_BLOCK).encode(quant_spec, values)
+    codes, scales, *_ = codec_of(FP8_BLOCK).encode(quant_spec, values)
     if nan_at is not None:
         codes.view(shape)[nan_at] = 0x7F
     coded = {NAME: codes.view(torch.float8_e4m3fn).view(shape)}
@@ -480,7 +480,7 @@ def _tile(quant_spec: QuantSpec, codes_nbytes: int, *, piece: int) -> TileJob:
 def test_pieces_are_decoded_as_the_whole(form: Format, scale_rows: int) -> None:
     quant_spec = usual_quant_spec(form, (BAND_ROWS, BAND_COLUMNS))
     values = torch.randn(BAND_ROWS, BAND_COLUMNS, generator=torch.Generator().manual_seed(1))
-    codes, scales, _ = codec_of(form).encode(quant_spec, values)
+    codes, scales, *_ = codec_of(form).encode(quant_spec, values)
     tile = _tile(quant_spec, codes.numel(), piece=scale_rows * quant_spec.scale_row_height * BAND_COLUMNS)
     source = tile.op.parts[0].inputs[0]
     assert isinstance(source, Read)

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ from kits.counted_gpu import GPU, counted_waits
 from kits.simulated_gpu import simulated_gpu, without_gpu
 from torch import Tensor
 
-from raymerge.checkpoints.quantisation.block_codec import Encoded
+from raymerge.checkpoints.quantisation.block_codec import Encoded, StoredScales
 from raymerge.checkpoints.quantisation.encoding import QuantSpec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.dtypes import DType
@@ -53,13 +53,8 @@ def bits(values: Tensor | Array) -> list[int]:
     return [int(word) for word in np.ascontiguousarray(array, np.float32).view(np.uint32).reshape(-1)]
 
 
-class Stored(NamedTuple):
-    """A matrix as it may lie in a file: uint8 [bytes] each, and the one scale, float32 []."""
-
-    codes: Tensor
-    scales: Tensor
-    zero_points: Tensor | None
-    tensor_scale: Tensor | None
+class Stored(Encoded):
+    """A matrix as it may lie in a file."""
 
     def to(self, device: str) -> Stored:
         return Stored(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
@@ -130,14 +125,10 @@ class Case:
         return Stored(torch.from_numpy(codes), torch.from_numpy(scales), zeros, one)
 
     def decode(self, stored: Stored) -> Tensor:
-        codes, scales, zeros, one = stored
-        return codec_of(self.quant_spec.format).decode(
-            self.quant_spec, codes, scales, zeros, tensor_scale=one
-        )
+        return codec_of(self.quant_spec.format).decode(self.quant_spec, stored)
 
     def fits(self, values: Tensor, stored: Stored) -> Tensor:
-        _, scales, zeros, one = stored
-        return codec_of(self.quant_spec.format).fits(self.quant_spec, values, scales, zeros, tensor_scale=one)
+        return codec_of(self.quant_spec.format).fits(self.quant_spec, values, stored.stored)
 
     def encode(self, values: Tensor, kept: Stored | None = None) -> Stored:
         """With the scales of what was stored, where they serve, or with fresh ones."""
@@ -147,14 +138,12 @@ class Case:
         return self.encode_under(one, values, kept)
 
     def encode_under(self, one: Tensor | None, values: Tensor, kept: Stored | None = None) -> Stored:
-        has_kept = kept is not None and self.quant_spec.scale_row_length
-        given = {"given_scales": kept.scales, "given_zeros": kept.zero_points} if has_kept and kept else {}
+        given = StoredScales() if kept is None else kept.stored
         codec = codec_of(self.quant_spec.format)
-        return Stored(*codec.encode(self.quant_spec, values, tensor_scale=one, **given), one)
+        return Stored(*codec.encode(self.quant_spec, values, given._replace(tensor_scale=one)))
 
     def error_sums(self, values: Tensor, stored: Stored) -> Any:
-        codec, encoded = codec_of(self.quant_spec.format), Encoded(*stored[:3])
-        return codec.error_sums(self.quant_spec, values, encoded, tensor_scale=stored.tensor_scale)
+        return codec_of(self.quant_spec.format).error_sums(self.quant_spec, values, stored)
 
     def rows(self, stored: Stored, top: int, bottom: int) -> Stored:
         """Of what is stored the part of some rows; both are multiples of the rows that may be cut off."""

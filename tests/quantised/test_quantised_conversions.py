@@ -317,7 +317,7 @@ def test_int4_is_what_kimi_has(parents: Parents, tmp_path: Path) -> None:
     assert found["model.layers.0.self_attn.o_proj.weight_shape"].tolist() == [256, 128]
     values = [read_tensors(each.root)[f"{UP}.weight"].float() for each in parents.plain]
     quant_spec = usual_quant_spec(INT4, (128, 256))
-    codes, scales, _ = codec_of(INT4).encode(quant_spec, values[0] * 0.5 + values[1] * 0.5)
+    codes, scales, *_ = codec_of(INT4).encode(quant_spec, values[0] * 0.5 + values[1] * 0.5)
     assert torch.equal(found[f"{UP}.weight_packed"].view(torch.uint8).view(-1), codes)
     assert torch.equal(found[f"{UP}.weight_scale"].view(torch.uint8).view(-1), scales)
     kimi = read_config(kimi_k2_thinking(tmp_path / "kimi", 1).root)["quantization_config"]

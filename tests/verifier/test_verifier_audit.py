@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from raymerge.api import AuditOptions, AuditVerdict, RunOptions, audit, submit
-from raymerge.checkpoints.quantisation.block_codec import store_scales
+from raymerge.checkpoints.quantisation.block_codec import StoredScales, store_scales
 from raymerge.checkpoints.quantisation.encoding import Format, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of, formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR
@@ -456,7 +456,7 @@ def test_a_scale_that_is_made_for_its_block_is_told_from_a_larger_one(form: Form
     codec, whole = codec_of(form), None
     if quant_spec.tensor_scale_dtype is not None:
         whole = codec.fresh_tensor_scale(quant_spec, codec.largest(quant_spec, values))
-    made = codec.encode(quant_spec, values, tensor_scale=whole)
+    made = codec.encode(quant_spec, values, StoredScales(tensor_scale=whole))
     encoding = quant_spec.encoding
     elements = code_elements(form, made.codes.numpy(), 256).reshape(256, 256)
     peaks = np.abs(elements)

@@ -42,23 +42,33 @@ _DROPPED_BITS: Mapping[DType, int] = {DType.F16: 13, DType.BF16: 16}
 _LARGEST: Mapping[DType, float] = {DType.F16: 2.0**15, DType.F8_E4M3: 448.0}
 
 
+class StoredScales(NamedTuple):
+    """What some rows of codes are stored with."""
+
+    scales: Tensor | None = None
+    """uint8 [bytes] of the scale rows, empty where the only scale is the tensor's; None where all are to be
+    made."""
+    zero_points: Tensor | None = None
+    """uint8 [bytes], where the format has such."""
+    tensor_scale: Tensor | None = None
+    """float32 []: what all of a matrix shares; None where the quantisation spec has no
+    ``tensor_scale_dtype``."""
+
+
+_TO_BE_MADE = StoredScales()
+
+
 class Encoded(NamedTuple):
+    """Codes of whole rows, uint8 [bytes], contiguous; the others are as in ``StoredScales``."""
+
     codes: Tensor
     scales: Tensor
-    """uint8 [bytes of the scale rows' scales]; empty where the only scale is the tensor's."""
     zero_points: Tensor | None = None
-    """uint8 [bytes]; None where 0 has the same code everywhere."""
-
-
-class StoredScales(NamedTuple):
-    """What some rows of codes are stored with; all but ``tensor_scale`` uint8 [bytes]."""
-
-    scales: Tensor | None
-    """Those of the scale rows, empty where the only scale is the tensor's; None where all are to be made."""
-    zero_points: Tensor | None = None
-    """None where 0 has the same code everywhere."""
     tensor_scale: Tensor | None = None
-    """float32 []."""
+
+    @property
+    def stored(self) -> StoredScales:
+        return StoredScales(*self[1:])
 
 
 class BlockValues(NamedTuple):
@@ -244,77 +254,45 @@ def _cuts(size: int, block: int) -> Iterator[tuple[int, int, int]]:
 
 
 class Codec(ABC):
-    """One way of storing numbers as codes with scales.
-
-    ``tensor_scale`` is the scale that all of a matrix shares, float32 []: given where the quantisation spec
-    has a ``tensor_scale_dtype``, else None."""
+    """One way of storing numbers as codes with scales."""
 
     in_torch: ClassVar[Blockwise]
     in_loops: ClassVar[Blockwise | None] = None
     """The CPU implementation; None where that is torch too."""
 
-    def decode(
-        self,
-        quant_spec: QuantSpec,
-        codes: Tensor,
-        scales: Tensor,
-        zero_points: Tensor | None = None,
-        *,
-        tensor_scale: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Decode whole rows: uint8 [bytes], contiguous, to float32 [rows, columns].
+    def decode(self, quant_spec: QuantSpec, encoded: Encoded, *, out: Tensor | None = None) -> Tensor:
+        """Decode whole rows to float32 [rows, columns], or to ``out``, which is contiguous memory for them.
 
-        Each element times its step, rounded once; a NaN scale gives NaN. ``scales`` is uint8 [bytes of the
-        scale rows' scales], empty where the only scale is the tensor's; ``zero_points`` uint8 [bytes], where
-        the format has such; ``out`` contiguous memory for the result."""
+        Each element times its step, rounded once; a NaN scale gives NaN."""
         import torch
 
-        rows = codes.view(-1, quant_spec.codes_nbytes(1))
+        rows = encoded.codes.view(-1, quant_spec.codes_nbytes(1))
         if out is None:
-            out = torch.empty(len(rows), quant_spec.columns, device=codes.device)
-        steps = self._steps(quant_spec, StoredScales(scales, zero_points, tensor_scale))
-        self._blockwise(codes).decode(rows, steps, quant_spec.block, out)
+            out = torch.empty(len(rows), quant_spec.columns, device=rows.device)
+        self._blockwise(rows).decode(rows, self._steps(quant_spec, encoded.stored), quant_spec.block, out)
         return out
 
-    def encode(
-        self,
-        quant_spec: QuantSpec,
-        values: Tensor,
-        *,
-        given_scales: Tensor | None = None,
-        given_zeros: Tensor | None = None,
-        tensor_scale: Tensor | None = None,
-    ) -> Encoded:
+    def encode(self, quant_spec: QuantSpec, values: Tensor, given: StoredScales = _TO_BE_MADE) -> Encoded:
         """Encode whole rows, float32 [rows, columns], as the nearest codes, ties to even.
 
-        A block keeps its scale in ``given_scales`` (uint8 as ``decode`` takes them) if every value is exactly
-        a code times it: decoded, unchanged values give their original bytes. Otherwise the scale is that of
-        the largest magnitude. So it is with ``given_zeros``, where the format has zero points.
-        ``tensor_scale`` must be chosen before the first rows.
+        A block keeps its given scale, and zero point where the format has such, if every value is exactly a
+        code times it: decoded, unchanged values give their original bytes. Otherwise the scale is that of
+        the largest magnitude. The tensor's scale must be chosen before the first rows.
 
         Raises NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's,
         nor on a GPU.
         """
-        given = StoredScales(given_scales, given_zeros, tensor_scale)
         scales, zeros = self._scales(quant_spec, values, given)
-        steps = self._steps(quant_spec, given._replace(scales=scales, zero_points=zeros))
+        steps = self._steps(quant_spec, StoredScales(scales, zeros, given.tensor_scale))
         codes = self._blockwise(values).encode(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
-        return Encoded(codes.view(-1), scales, zeros)
+        return Encoded(codes.view(-1), scales, zeros, given.tensor_scale)
 
-    def fits(
-        self,
-        quant_spec: QuantSpec,
-        values: Tensor,
-        scales: Tensor,
-        zero_points: Tensor | None = None,
-        *,
-        tensor_scale: Tensor | None = None,
-    ) -> Tensor:
+    def fits(self, quant_spec: QuantSpec, values: Tensor, stored: StoredScales) -> Tensor:
         """Which blocks hold only exact products of a code and these scales: bool [scale rows, scales of a
         scale row], [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be
         kept."""
-        return self._fits(quant_spec, values, StoredScales(scales, zero_points, tensor_scale))
+        steps = self._steps(quant_spec, stored)
+        return self._blockwise(values).fits(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
 
     def largest(self, quant_spec: QuantSpec, values: Tensor) -> Tensor:
         """Largest magnitude of whole rows, NaN where there is one; float32 []."""
@@ -333,24 +311,19 @@ class Codec(ABC):
             raise ValueError(f"{quant_spec.format.name} has no scale of the whole tensor.")
         return self._for_tensor(quant_spec, largest, had if quant_spec.format.has_two_scales else None)
 
-    def error_sums(
-        self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
-    ) -> ErrorSums:
+    def error_sums(self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded) -> ErrorSums:
         """Errors of encoding these rows, for a report: the rounding depends on how rows are cut."""
         rows = encoded.codes.view(-1, quant_spec.codes_nbytes(1))
-        steps = self._steps(quant_spec, StoredScales(encoded.scales, encoded.zero_points, tensor_scale))
+        steps = self._steps(quant_spec, encoded.stored)
         return ErrorSums(*self._blockwise(values).squares(rows, steps, quant_spec.block, values))
 
-    def exactness(
-        self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
-    ) -> Exactness:
+    def exactness(self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded) -> Exactness:
         """How many of the blocks that have scales of their own hold exactly these values."""
-        _, scales, zeros = encoded
-        exact = self.fits(quant_spec, values, scales, zeros, tensor_scale=tensor_scale)
+        exact = self.fits(quant_spec, values, encoded.stored)
         lost = exact.numel() - int(exact.sum())
         if not lost:
             return Exactness(exact.numel(), 0, 0.0)
-        decoded = self.decode(quant_spec, *encoded, tensor_scale=tensor_scale)
+        decoded = self.decode(quant_spec, encoded)
         return Exactness(exact.numel(), lost, float(decoded.sub_(values).abs_().amax()))
 
     @abstractmethod
@@ -375,12 +348,8 @@ class Codec(ABC):
         if given.scales is None:
             return store_scales(quant_spec.scale_dtype, fresh), None
         had = load_scales(quant_spec.scale_dtype, given.scales).view(fresh.shape)
-        fits = self._fits(quant_spec, values, given)
+        fits = self.fits(quant_spec, values, given)
         return store_scales(quant_spec.scale_dtype, torch.where(fits, had, fresh)), None
-
-    def _fits(self, quant_spec: QuantSpec, values: Tensor, stored: StoredScales) -> Tensor:
-        steps = self._steps(quant_spec, stored)
-        return self._blockwise(values).fits(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
 
     def _finite_largest(self, quant_spec: QuantSpec, values: Tensor) -> Tensor:
         largest = self._blockwise(values).largest(values, quant_spec.block)

@@ -41,7 +41,7 @@ class ZeroPointCodec(Codec, ABC):
         zeros = self.least - _block_range(values, scales.shape)[0] / scales
         zeros = zeros.round_().clamp_(self.least, self.greatest)
         if given.scales is not None:
-            had, fits = self._steps(quant_spec, given), self._fits(quant_spec, values, given)
+            had, fits = self._steps(quant_spec, given), self.fits(quant_spec, values, given)
             assert had.zeros is not None
             scales, zeros = torch.where(fits, had.steps, scales), torch.where(fits, had.zeros, zeros)
         return store_scales(quant_spec.scale_dtype, scales), self._stored(quant_spec, zeros)
