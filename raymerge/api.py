@@ -33,6 +33,7 @@ from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.planner.suggestion.choice import Kind, Suggestion, arranged, choose, variants
 from raymerge.planner.suggestion.models import find_base, read_models
 from raymerge.planner.suggestion.text import write as suggestion_text
+from raymerge.publish.finish import Provenance, read_record
 from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.publish.record import Journal
 from raymerge.recipes.entry import ModelReference
@@ -51,7 +52,7 @@ from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import Recipe
 from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping, joined_problems
-from raymerge.recipes.windows import local_directories
+from raymerge.recipes.windows import RunFiles, local_directories
 from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
@@ -69,7 +70,7 @@ from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, copy_to_load, load_checkpoint
 from raymerge.verifier.measurements import Report
-from raymerge.verifier.structure import Verdict, verify_structure
+from raymerge.verifier.structure import PROVENANCE_FILE, Verdict, verify_structure
 
 if TYPE_CHECKING:
     from raymerge.deploy.profiles import Profile
@@ -659,15 +660,23 @@ def _draft_all(recipes: RecipesLike, name: str = "recipe") -> Draft:
 
 
 def _draft_sweep(recipes: RecipesLike, options: RunOptions) -> SweepDraft | None:
+    lookup = Lookup(options=options.storage)
+
     def directories(place: str) -> Sequence[str]:
         if not is_remote(place):
             return local_directories(place)
-        with open_store(resolve_source(place, lookup=Lookup(options=options.storage))) as store:
+        with open_store(resolve_source(place, lookup=lookup)) as store:
             return sorted({file.key.split("/")[0] for file in store.files() if "/" in file.key})
 
+    def recipe_text(place: str) -> str:
+        with open_store(resolve_source(place, lookup=replace(lookup, fetches=False))) as store:
+            where = store.location(PROVENANCE_FILE)
+            return Provenance.from_json(read_record(store, PROVENANCE_FILE), where).recipes[-1]
+
+    files = RunFiles(directories, recipe_text)
     if isinstance(recipes, Mapping):
-        return draft_sweep_mapping(recipes, directories=directories)
-    return draft_sweep(recipes, directories=directories) if isinstance(recipes, str | Path) else None
+        return draft_sweep_mapping(recipes, files=files)
+    return draft_sweep(recipes, files=files) if isinstance(recipes, str | Path) else None
 
 
 def _sweep_problems(

@@ -202,3 +202,21 @@ def test_each_output_of_a_sweep_has_the_plan_of_its_own_text(
     for each in planned:
         (tmp_path / "one.yml").write_text(each.output.text)
         assert [merge.plan.digest for merge in each.merges] == [raymerge.plan(tmp_path / "one.yml").digest]
+
+
+def test_an_average_of_checkpoints_goes_on_from_its_output(tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path / "run" / "step-1", 1)
+    for seed in (2, 3):
+        tiny_llama(tmp_path / "run" / f"step-{seed}", seed, base=base)
+    block = {"root": str(tmp_path / "run"), "schedule": "linear"}
+    before, after = tmp_path / "before", tmp_path / "after"
+    for output, more in ((before, {"to": 2}), (after, {"continue": str(before)})):
+        planned = raymerge.plan_sweep({"checkpoints": {**block, **more}, "dtype": "float32"})
+        (tmp_path / "one.yml").write_text(planned[0].output.text)
+        made = raymerge.submit(tmp_path / "one.yml", output, raymerge.RunOptions(inline=True))
+        assert made.digest == planned[0].merges[-1].plan.digest
+    assert list(planned[0].output.coefficients) == [str(before), str(tmp_path / "run" / "step-3")]
+    parents = [read_tensors(tmp_path / "run" / f"step-{seed}") for seed in (1, 2, 3)]
+    for name, tensor in read_tensors(after).items():
+        mean = torch.stack([each[name].double() for each in parents]).mean(0)
+        torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)

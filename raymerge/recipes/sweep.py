@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from yaml.representer import RepresenterError
+
 from raymerge.documents.edits import edited, scalar_at
 from raymerge.documents.fields import Fault, FieldPath, attempt, did_you_mean, kind
 from raymerge.documents.positions import (
@@ -36,7 +38,7 @@ from raymerge.recipes.load import (
     with_order_problems,
 )
 from raymerge.recipes.order import AnyRecipe, merge_order
-from raymerge.recipes.windows import Directories, Window, local_directories, read_windows
+from raymerge.recipes.windows import UNKNOWN_WINDOW, USUAL_FILES, RunFiles, read_windows
 
 _KEYS = (*SWEEP_KEYS, "outputs")
 _WINDOW = "window"
@@ -74,10 +76,7 @@ class SweepDraft:
 
 
 def draft_sweep(
-    path: str | os.PathLike[str],
-    *,
-    exists: Exists = os.path.isdir,
-    directories: Directories = local_directories,
+    path: str | os.PathLike[str], *, exists: Exists = os.path.isdir, files: RunFiles = USUAL_FILES
 ) -> SweepDraft | None:
     """None where the file has no sweep, or cannot be read at all."""
     name = os.fspath(path)
@@ -93,7 +92,7 @@ def draft_sweep(
         return SweepDraft((), (), tuple(misplaced))
     drafts = [draft_document(each, part.text, exists) for each, part in zip(common, parts, strict=False)]
     before = "".join(part.text for part in parts[:-1])
-    return _Expansion(documents[-1], parts[-1], before, exists, directories).draft(drafts)
+    return _Expansion(documents[-1], parts[-1], before, exists, files).draft(drafts)
 
 
 def draft_sweep_mapping(
@@ -101,11 +100,11 @@ def draft_sweep_mapping(
     name: str = "recipe",
     *,
     exists: Exists = os.path.isdir,
-    directories: Directories = local_directories,
+    files: RunFiles = USUAL_FILES,
 ) -> SweepDraft | None:
     if not _is_sweep(data):
         return None
-    return _Expansion(Located(data, Places(name), ()), None, "", exists, directories).draft(())
+    return _Expansion(Located(data, Places(name), ()), None, "", exists, files).draft(())
 
 
 def joined_problems(
@@ -154,13 +153,13 @@ class _Variant(NamedTuple):
 
 class _Expansion:
     def __init__(
-        self, document: Located, part: Part | None, before: str, exists: Exists, directories: Directories
+        self, document: Located, part: Part | None, before: str, exists: Exists, files: RunFiles
     ) -> None:
         self._document = document
         self._part = part
         self._before = before
         self._exists = exists
-        self._directories = directories
+        self._files = files
         self._axes: tuple[str, ...] = ()
         self._lacks_windows = False
         self._faults: list[Fault] = []
@@ -217,18 +216,18 @@ class _Expansion:
     def _windows(self, assignment: Assignment, data: Mapping[str, Any]) -> Iterator[_Variant]:
         block = ("checkpoints",)
         given = self._substituted(self._document.data["checkpoints"], assignment, block)
-        windows = attempt(lambda each: read_windows(each, self._directories), given, block, self._faults)
+        windows = attempt(lambda each: read_windows(each, self._files), given, block, self._faults)
         self._lacks_windows |= windows is None
         # The other keys may have faults of their own.
-        for window in windows or (Window({_WINDOW: 1.0}),):
+        for window in windows or (UNKNOWN_WINDOW,):
             recipe = attempt(window.recipe, data, (), self._faults)
             if recipe is not None:
-                size = str(len(window.coefficients))
-                text = None if self._part is None else self._new_text(recipe)
+                size = str(window.average.num_checkpoints)
+                text = self._new_text(recipe)
                 values = {_WINDOW: size, **shown_values(assignment)}
                 yield _Variant(values, recipe, text, window.coefficients)
 
-    def _checked(self, text: str, data: Mapping[str, Any]) -> str:
+    def _checked(self, text: str, data: Mapping[str, Any]) -> str | None:
         """The edited text; where that is not the recipe, as with anchors in what was removed, a new one."""
         try:
             (part,) = split_documents(text, "", RECIPE)
@@ -238,8 +237,11 @@ class _Expansion:
             pass
         return self._new_text(data)
 
-    def _new_text(self, data: Mapping[str, Any]) -> str:
-        return ("---\n" if self._before else "") + yaml_text(data)
+    def _new_text(self, data: Mapping[str, Any]) -> str | None:
+        try:
+            return ("---\n" if self._before else "") + yaml_text(data)
+        except RepresenterError:
+            return None  # It has values of Python's own.
 
     def _substituted(self, value: Any, assignment: Assignment, path: FieldPath) -> Any:
         if isinstance(value, Mapping):

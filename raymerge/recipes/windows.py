@@ -5,13 +5,14 @@ Super, arXiv 2604.12374)."""
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any
 
 from raymerge.documents.fields import (
     Fault,
@@ -29,13 +30,13 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.positions import read_document, split_documents
 from raymerge.errors import UserError, shortlist
-from raymerge.recipes.entry import ModelReference, plain_reference, read_reference
+from raymerge.recipes.entry import RECIPE, ModelReference, plain_reference, read_reference
 
-Directories: TypeAlias = Callable[[str], Sequence[str]]
-"""The names of the directories in a place. Raises OSError or UserError."""
-
-_KEYS = ("root", "from", "to", "every", "windows", "schedule", "reverse", "pattern")
+AVERAGE = "x-average"
+"""Key of a plain recipe whose average can be continued: it changes nothing there."""
+_KEYS = ("root", "from", "to", "every", "windows", "schedule", "reverse", "pattern", "continue")
 _FORM = "Write it as checkpoints: {root: runs/a, windows: [5, 10], schedule: minus-sqrt}."
 
 _DECAYS: Mapping[str, Callable[[Fraction], Fraction | float]] = {
@@ -58,6 +59,28 @@ _NUMBER = "{iteration}"
 _GIVEN_ELSEWHERE = ("models", "slices", "modules", "experts", "gate_mode")
 
 
+def local_directories(root: str) -> Sequence[str]:
+    with os.scandir(os.path.expanduser(root)) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir())
+
+
+def _no_recipe(place: str) -> str:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What is looked up of a training run. Both raise OSError or UserError."""
+
+    directories: Callable[[str], Sequence[str]] = local_directories
+    """The names of the directories in a place."""
+    recipe: Callable[[str], str] = _no_recipe
+    """The text of the recipe that a checkpoint was made from."""
+
+
+USUAL_FILES = RunFiles()
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     name: str
@@ -75,11 +98,30 @@ class Schedule:
             values = [power / math.fsum(powers) for power in powers]
         return tuple(reversed(values) if self.is_reversed else values)
 
+    @property
+    def keeps_ratios(self) -> bool:
+        """Whether the older coefficients keep their ratios when there is one more checkpoint."""
+        return self.name in ("linear", "ema") and not self.is_reversed
+
+    @property
+    def plain(self) -> object:
+        return self.name if self.rate is None else {self.name: self.rate}
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How many checkpoints are in an average, the last of which iteration."""
+
+    schedule: Schedule
+    num_checkpoints: int
+    last: int
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
+    average: Average
     coefficients: Mapping[str, float]
-    """By the place of the checkpoint, oldest first."""
+    """By the place of the checkpoint, oldest first; of an average that is continued, by its place before."""
 
     def recipe(self, rest: Any) -> dict[str, Any]:
         """The plain recipe, with the other keys of the document. Raises FaultError: they contradict it."""
@@ -90,7 +132,17 @@ class Window:
             for place, coefficient in self.coefficients.items()
         ]
         parameters = {**(rest.get("parameters") or {}), "normalize": False}
-        return {"merge_method": "linear", "models": models, **rest, "parameters": parameters}
+        recipe = {"merge_method": "linear", "models": models, **rest, "parameters": parameters}
+        own = self.average
+        # What is rounded to 16 bits each time does not stay an average.
+        if own.schedule.keeps_ratios and rest.get("out_dtype", rest.get("dtype")) in ("float32", "fp32"):
+            number, last = own.num_checkpoints, own.last
+            recipe[AVERAGE] = {"schedule": own.schedule.plain, "checkpoints": number, "last": last}
+        return recipe
+
+
+UNKNOWN_WINDOW = Window(Average(Schedule("linear"), 1, 0), {"window": 1.0})
+"""Stands for one that is refused."""
 
 
 def _contradictions(rest: Mapping[str, Any]) -> Iterator[Fault]:
@@ -105,12 +157,7 @@ def _contradictions(rest: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault(("parameters", key), f"'{key}' follows from the schedule.", "Remove it.")
 
 
-def local_directories(root: str) -> list[str]:
-    with os.scandir(os.path.expanduser(root)) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir())
-
-
-def read_windows(block: object, directories: Directories) -> tuple[Window, ...]:
+def read_windows(block: object, files: RunFiles) -> tuple[Window, ...]:
     """In the order of ``windows``. Raises FaultError with paths from the block on."""
     if not isinstance(block, Mapping):
         raise unexpected(block, "a map", _FORM)
@@ -120,18 +167,69 @@ def read_windows(block: object, directories: Directories) -> tuple[Window, ...]:
             faults.append(Fault((), f"the key '{key}' is missing or empty.", _FORM))
     schedule = _schedule(block, faults)
     sizes = attempt_key(_read_sizes, block, "windows", faults)
-    places = _places(block, directories, faults)
+    before = None
+    if schedule is not None and block.get("continue") is not None:
+        before = _continued(block, schedule, files, faults)
+    places = _places(block, before, files, faults)
     for index, size in enumerate(sizes or ()):
         if places and size > len(places):
             what = f"a window of {size} checkpoints is larger than the {len(places)} that are there."
             at = ("windows", index) if isinstance(block["windows"], list | tuple) else ("windows",)
-            faults.append(Fault(at, what, f"They are {_ends(places)}. Write a smaller window."))
+            faults.append(Fault(at, what, f"They are {_ends([*places.values()])}. Write a smaller window."))
     if faults or schedule is None:
         raise FaultError(faults)
-    return tuple(
-        Window(dict(zip(places[-size:], schedule.coefficients(size), strict=True)))
-        for size in sizes or (len(places),)
+    if before is not None:
+        return (_grown(str(block["continue"]), before, places),)
+    return tuple(_window(schedule, size, places) for size in sizes or (len(places),))
+
+
+def _window(schedule: Schedule, size: int, places: Mapping[int, str]) -> Window:
+    coefficients = dict(zip([*places.values()][-size:], schedule.coefficients(size), strict=True))
+    return Window(Average(schedule, size, max(places)), coefficients)
+
+
+def _grown(place: str, before: Average, places: Mapping[int, str]) -> Window:
+    """The average of all checkpoints, of which the older ones are in ``place``."""
+    number = before.num_checkpoints + len(places)
+    every = before.schedule.coefficients(number)
+    older, newer = every[: before.num_checkpoints], every[before.num_checkpoints :]
+    coefficients = {place: math.fsum(older), **dict(zip(places.values(), newer, strict=True))}
+    return Window(Average(before.schedule, number, max(places)), coefficients)
+
+
+def _continued(
+    block: Mapping[str, object], schedule: Schedule, files: RunFiles, faults: list[Fault]
+) -> Average | None:
+    for key in (key for key in ("windows", "from") if block.get(key) is not None):
+        what = f"'{key}' does not go with 'continue': all that is newer than the average is added to it."
+        faults.append(Fault((key,), what, "Remove one of the two."))
+    if not schedule.keeps_ratios:
+        what = (
+            "with this schedule every new checkpoint changes the shares of the others, which are read again."
+        )
+        faults.append(Fault(("continue",), what, "Remove it, or take 'linear' or 'ema'."))
+        return None
+    before = attempt_key(lambda place: _read_average(_read_root(place), files), block, "continue", faults)
+    if before is not None and before.schedule != schedule:
+        what = f"the average was made with the schedule {show(before.schedule.plain)}."
+        faults.append(Fault(("continue",), what, "Write that one, or remove 'continue'."))
+    return before
+
+
+def _read_average(place: str, files: RunFiles) -> Average:
+    try:
+        part = split_documents(files.recipe(place), place, RECIPE)[-1]
+        record = read_document(part, place, RECIPE).data.get(AVERAGE)
+        if isinstance(record, Mapping):
+            number, last = between(1)(record.get("checkpoints")), between(0)(record.get("last"))
+            return Average(_read_schedule(record.get("schedule")), number, last)
+    except (OSError, UserError, FaultError):
+        pass
+    remedy = (
+        "Name an average of schedule linear or ema that a recipe with 'checkpoints' and dtype float32 made, "
+        "or remove it to read all checkpoints."
     )
+    raise refusal(f"'{place}' is no average that can be continued.", remedy)
 
 
 def _schedule(block: Mapping[str, object], faults: list[Fault]) -> Schedule | None:
@@ -140,8 +238,10 @@ def _schedule(block: Mapping[str, object], faults: list[Fault]) -> Schedule | No
     return None if schedule is None else replace(schedule, is_reversed=bool(is_reversed))
 
 
-def _places(block: Mapping[str, object], directories: Directories, faults: list[Fault]) -> list[str]:
-    """The checkpoints of the range, oldest first; empty where the block does not say which."""
+def _places(
+    block: Mapping[str, object], average: Average | None, files: RunFiles, faults: list[Fault]
+) -> dict[int, str]:
+    """The checkpoints of the range by iteration, oldest first; empty where the block does not say which."""
     before = len(faults)
     root = attempt_key(_read_root, block, "root", faults)
     first = attempt_key(between(0), block, "from", faults)
@@ -152,9 +252,11 @@ def _places(block: Mapping[str, object], directories: Directories, faults: list[
         what = f"the range from {first} to {last} holds nothing."
         faults.append(Fault(("to",), what, "Write the smaller one first: both ends are in the range."))
     if root is None or len(faults) > before:
-        return []
+        return {}
+    if average is not None:
+        first = average.last + (every or 1)
     chosen = _Selection(first, last, every, pattern)
-    return attempt(lambda place: chosen.places(str(place), directories), root, ("root",), faults) or []
+    return attempt(lambda place: chosen.places(str(place), files), root, ("root",), faults) or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +266,9 @@ class _Selection:
     every: int | None
     pattern: str | None
 
-    def places(self, root: str, directories: Directories) -> list[str]:
+    def places(self, root: str, files: RunFiles) -> dict[int, str]:
         """The checkpoints, oldest first. Raises FaultError: there are none, or two of one iteration."""
-        names = _listed(root, directories)
+        names = _listed(root, files)
         numbered: dict[int, str] = {}
         for name in names:
             number = self._iteration(name)
@@ -178,7 +280,7 @@ class _Selection:
             numbered[number] = name
         if not numbered:
             raise refusal(*self._nothing(root, names))
-        return [os.path.join(root, numbered[number]) for number in self._spaced(sorted(numbered))]
+        return {number: os.path.join(root, numbered[number]) for number in self._spaced(sorted(numbered))}
 
     def _spaced(self, numbers: Sequence[int]) -> list[int]:
         """The last one, and before it those that are far enough from the next one."""
@@ -213,9 +315,9 @@ def _read_root(value: object) -> str:
     return read_reference({"model": {"path": read_text(value)}}).path
 
 
-def _listed(root: str, directories: Directories) -> Sequence[str]:
+def _listed(root: str, files: RunFiles) -> Sequence[str]:
     try:
-        return directories(root)
+        return files.directories(root)
     except OSError as error:
         what = f"'{root}' cannot be listed ({error.strerror})."
         raise refusal(what, "Name the directory that holds the checkpoints.") from error

@@ -17,6 +17,7 @@ from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import AdapterOutput, MethodRule, Recipe
 from raymerge.recipes.settings import ROLE_NAMES, SELECTOR_KEYS
 from raymerge.recipes.sweep import draft_sweep_mapping
+from raymerge.recipes.windows import RunFiles
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -44,7 +45,7 @@ def completed(example: str) -> str:
 def read(example: str) -> tuple[AnyRecipe, ...]:
     steps = [f"step-{number}" for number in range(100000, 200001, 5000)]
     sweep = (
-        draft_sweep_mapping(yaml.safe_load(example), directories=lambda _: steps)
+        draft_sweep_mapping(yaml.safe_load(example), files=RunFiles(lambda _: steps))
         if SWEEP.search(example)
         else None
     )

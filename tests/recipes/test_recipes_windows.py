@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from raymerge.recipes.load import parse_recipe
-from raymerge.recipes.sweep import SweepDraft, draft_sweep, draft_sweep_mapping
+from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping
+from raymerge.recipes.windows import RunFiles
 
 EXAMPLES = Path(__file__).parents[2] / "configs" / "recipes" / "sweeps"
 NAMES = ["checkpoint-0", "checkpoint-500", "checkpoint-900", "checkpoint-1000", "checkpoint-1500", "logs"]
@@ -30,7 +31,7 @@ out_dtype: float32
 def drafted(text: str, tmp_path: Path, names: Sequence[str] = NAMES) -> SweepDraft:
     path = tmp_path / "w.yml"
     path.write_text(text, encoding="utf-8")
-    draft = draft_sweep(path, exists=lambda _: False, directories=lambda _: names)
+    draft = draft_sweep(path, exists=lambda _: False, files=RunFiles(lambda _: names))
     assert draft is not None
     return draft
 
@@ -44,7 +45,7 @@ def problems(text: str, tmp_path: Path, names: Sequence[str] = NAMES) -> list[st
 def coefficients(schedule: object, number: int) -> list[float]:
     block = {"root": "r", "schedule": schedule, "windows": number}
     names = [f"iter_{each:07}" for each in range(number)]
-    draft = draft_sweep_mapping({"checkpoints": block}, directories=lambda _: names)
+    draft = draft_sweep_mapping({"checkpoints": block}, files=RunFiles(lambda _: names))
     assert draft is not None
     (made,) = draft.require()
     assert list(made.coefficients) == [f"r/{name}" for name in names]
@@ -189,7 +190,7 @@ def test_a_root_without_checkpoints_is_described(tmp_path: Path) -> None:
 
 def test_the_example_of_a_window_is_a_recipe() -> None:
     names = [f"iter_{number:07}" for number in range(95000, 205000, 5000)]
-    draft = draft_sweep(EXAMPLES / "window.yml", directories=lambda _: names)
+    draft = draft_sweep(EXAMPLES / "window.yml", files=RunFiles(lambda _: names))
     assert draft is not None
     five, ten, twenty = draft.require()
     assert (five.name, len(ten.coefficients), len(twenty.coefficients)) == ("average-5", 10, 20)
@@ -203,3 +204,49 @@ def test_the_table_of_schedules_is_what_they_give() -> None:
     for schedule, shown in lines.items():
         made = coefficients(yaml.safe_load(schedule), 5)
         assert [float(each) for each in shown.split(", ")] == pytest.approx(made, abs=6e-5)
+
+
+def grown(schedule: object, number: int, text: str | None = None) -> SweepOutput:
+    """The average of so many checkpoints of a run, with all or with those that ``text`` is not made of."""
+    names = [f"step-{each * 10}" for each in range(1, number + 1)]
+    more = {} if text is None else {"continue": "before"}
+    given = {"checkpoints": {"root": "r", "schedule": schedule, **more}, "out_dtype": "float32"}
+    draft = draft_sweep_mapping(given, files=RunFiles(lambda _: names, lambda _: str(text)))
+    assert draft is not None
+    return draft.require()[0]
+
+
+@pytest.mark.parametrize("schedule", ["linear", {"ema": 0.8}])
+def test_an_average_goes_on_without_the_checkpoints_that_it_is_made_of(schedule: object) -> None:
+    def value(made: SweepOutput, before: float) -> float:
+        numbers = {"before": before, **{f"r/step-{10 * each}": math.sin(each) for each in range(1, 10)}}
+        return math.fsum(weight * numbers[place] for place, weight in made.coefficients.items())
+
+    first = grown(schedule, 4)
+    second = grown(schedule, 6, text=first.text)
+    third = grown(schedule, 9, text=second.text)
+    assert list(third.coefficients) == ["before", "r/step-70", "r/step-80", "r/step-90"]
+    assert third.name == "window-9"
+    whole = value(grown(schedule, 9), math.nan)
+    assert value(third, value(second, value(first, math.nan))) == pytest.approx(whole, abs=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("linear", "cosine", "continue: with this schedule every new checkpoint changes the shares"),
+        ("linear", "ema:0.5", "continue: the average was made with the schedule 'linear'."),
+        ("linear", "linear, windows: [3]", "'windows' does not go with 'continue'"),
+        ("linear", "linear, to: 40", "root: no checkpoint of 'r' is in the range"),
+        ("x-average", "x-more", "continue: 'before' is no average that can be continued."),
+    ],
+)
+def test_an_average_that_cannot_go_on(old: str, new: str, expected: str, tmp_path: Path) -> None:
+    text = "checkpoints: {root: r, schedule: linear, continue: before}\nout_dtype: float32\n"
+    before = grown("linear", 4).text.replace("x-average", new if old == "x-average" else "x-average")
+    files = RunFiles(lambda _: ["step-40", "step-50"], lambda _: before)
+    (tmp_path / "w.yml").write_text(text.replace(old, new), encoding="utf-8")
+    draft = draft_sweep(tmp_path / "w.yml", files=files)
+    assert draft is not None
+    (problem, *_) = draft.problems
+    assert problem.what.startswith(expected)
