@@ -61,13 +61,13 @@ class FileHeader:
     version: str
 
 
-def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHeader:
-    """Read and check the header of ``key``, a file of ``nbytes`` bytes.
+def read_header(store: ReadStore, key: str, nbytes: int, version: str, *, start: int = 0) -> FileHeader:
+    """Read and check the header of ``key``, a file of ``nbytes`` bytes; or of what it has from ``start`` on.
 
     Raises CheckpointError: with every defect, each with the file, the tensor and the numbers."""
     where = store.location(key)
-    raw = _raw_header(store, key, nbytes)
-    data_start = _LENGTH_NBYTES + len(raw)
+    raw = _raw_header(store, key, nbytes - start, start)
+    data_start = start + _LENGTH_NBYTES + len(raw)
     entries = _entries(raw, where)
     metadata = entries.pop(METADATA_KEY, {})
     problems: list[Problem] = []
@@ -103,12 +103,12 @@ def lfs_pointer(where: str) -> Problem:
     return Problem(where, what, "Run `git lfs pull` in that directory.")
 
 
-def _raw_header(store: ReadStore, key: str, nbytes: int) -> bytes:
+def _raw_header(store: ReadStore, key: str, nbytes: int, begin: int) -> bytes:
     where = store.location(key)
     if nbytes < _LENGTH_NBYTES:
         what = f"has {nbytes} bytes, too few for a safetensors file."
         raise CheckpointError(Problem(where, what, _DOWNLOAD))
-    first = store.read(key, 0, min(nbytes, _FIRST_NBYTES if store.is_far else _LENGTH_NBYTES))
+    first = store.read(key, begin, min(nbytes, _FIRST_NBYTES if store.is_far else _LENGTH_NBYTES))
     start, begun = first[:_LENGTH_NBYTES], first[_LENGTH_NBYTES:]
     if start == LFS_START:
         raise CheckpointError(lfs_pointer(where))
@@ -119,7 +119,7 @@ def _raw_header(store: ReadStore, key: str, nbytes: int) -> bytes:
         raise CheckpointError(Problem(where, what, f"It is cut off or no safetensors file. {_DOWNLOAD}"))
     if length <= len(begun):
         return begun[:length]
-    return begun + store.read(key, len(first), length - len(begun))
+    return begun + store.read(key, begin + len(first), length - len(begun))
 
 
 def _entries(raw: bytes, where: str) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _tensor(
     """The tensor, or what is wrong with its entry as a clause; ``sizes`` interns equal shapes and bytes."""
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         return f"is described by {_brief(entry)}, not by dtype, shape and data_offsets"
-    if not _is_text(name):
+    if not is_text(name):
         return "has a name that cannot be written as UTF-8"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
@@ -165,7 +165,7 @@ def _tensor(
     return StoredTensor(sys.intern(name), known, own, key, data_start + begin, nbytes)
 
 
-def _is_text(name: str) -> bool:
+def is_text(name: str) -> bool:
     # Half of a surrogate pair is what JSON can spell and no other reader takes.
     return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from raymerge.checkpoints.dcp.chunked import ChunkedTensors, read_chunked
+from raymerge.checkpoints.dcp.layout import is_chunked
 from raymerge.checkpoints.files import (
     PICKLES,
     SAFETENSORS,
@@ -29,7 +31,8 @@ from raymerge.checkpoints.quantisation.int4 import read_shapes
 from raymerge.checkpoints.quantisation.modelopt import as_table
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.addresses import is_remote, parent_and_name, shown
+from raymerge.storage.addresses import chunked_place, is_remote, parent_and_name, shown
+from raymerge.storage.file_rules import TRAINING
 from raymerge.storage.hub import unfetched_files
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore, num_readers
@@ -71,6 +74,21 @@ class Holding:
     root: str
     tensors: Mapping[str, StoredTensor]
     files: tuple[WeightFile, ...]
+
+    @property
+    def place(self) -> str:
+        """What is opened to read its tensors."""
+        return self.root
+
+    @property
+    def left(self) -> Mapping[str, int]:
+        """Bytes of what its files hold beside tensors of a model, by name."""
+        return {}
+
+    @property
+    def assembled_nbytes(self) -> int:
+        """Of tensors that are stored in chunks."""
+        return 0
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -129,6 +147,20 @@ class Checkpoint(Holding):
     hf_quant_config: Mapping[str, Any] = field(default_factory=dict)
     """What ModelOpt's file beside the config holds; {} without one. Its table is in ``config`` too, if that
     has none of its own."""
+    chunks: ChunkedTensors | None = None
+    """What else is known of it where its tensors are in chunks."""
+
+    @property
+    def place(self) -> str:
+        return self.root if self.chunks is None else chunked_place(self.root)
+
+    @property
+    def left(self) -> Mapping[str, int]:
+        return {} if self.chunks is None else self.chunks.left
+
+    @property
+    def assembled_nbytes(self) -> int:
+        return 0 if self.chunks is None else self.chunks.assembled_nbytes
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -178,11 +210,14 @@ def open_checkpoint(
         files = files_at(store)
         others = unfetched_files(store.location("."), files)
         is_bare = not needs_weights and not _has_weights(files, pickled=pickled)
-        weights = (
-            ((), (), ())
-            if is_bare
-            else attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
-        )
+        chunks = None
+        if _is_chunked(files, pickled=pickled):
+            chunks = attempt(problems, lambda: read_chunked(store, files))
+            weights = None if chunks is None else (chunks.headers, chunks.notes, chunks.keys)
+        elif is_bare:
+            weights = (), (), ()
+        else:
+            weights = attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
         config = attempt(problems, lambda: _read_config(store, files, pickled=pickled))
         hf_quant_config = attempt(problems, lambda: _read_hf_quant_config(store, files)) or {}
         headers = () if weights is None else weights[0]
@@ -190,7 +225,11 @@ def open_checkpoint(
         shapes = attempt(problems, lambda: read_shapes(store, tensors))
     read = () if weights is None else (*(header.key for header in headers), *weights[2])
     present = {info.key: info.nbytes for info in files}
-    beside, left_out = sort_files(present | {info.key: info.nbytes for info in others}, {CONFIG_FILE, *read})
+    sidecars = () if chunks is None else chunks.sidecars
+    beside, left_out = sort_files(
+        present | {info.key: info.nbytes for info in others}, {CONFIG_FILE, *read, *sidecars}
+    )
+    left_out += tuple(LeftOut(key, present[key], TRAINING.name, is_weights=False) for key in sidecars)
     companions = tuple(key for key in beside if key in present)
     if not is_remote(str(root)):
         problems += stray_links(Path(root), companions)
@@ -208,6 +247,7 @@ def open_checkpoint(
         left_out=left_out,
         shapes=shapes,
         hf_quant_config=hf_quant_config,
+        chunks=chunks,
     )
 
 
@@ -282,7 +322,7 @@ def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool
         return False
     if checkpoint.unwritten is not None:
         return (a.name, b.name) in checkpoint.unwritten.twins
-    with open_store(checkpoint.root) as store:
+    with open_store(checkpoint.place) as store:
         for done in range(0, a.nbytes, _COMPARE_NBYTES):
             nbytes = min(_COMPARE_NBYTES, a.nbytes - done)
             if store.read(a.key, a.offset + done, nbytes) != store.read(b.key, b.offset + done, nbytes):
@@ -330,6 +370,7 @@ def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) 
     info = next((info for info in files if info.key == CONFIG_FILE), None)
     if info is None:
         # Without weights this is no model, which is said already; that it lacks a config too is no news.
+        # A training checkpoint has its tensors alone.
         if not _has_weights(files, pickled=pickled) or _is_raw_result(store, files):
             return {}
         what = "is missing: it says what architecture the weights are of."
@@ -356,6 +397,10 @@ def _with_table(config: dict[str, Any], hf_quant_config: Mapping[str, Any]) -> d
     has_table = any(section.get(key) for section in sections for key in _QUANTISATION_TABLES)
     table = {} if has_table or not config else as_table(hf_quant_config)
     return {**config, _QUANTISATION_TABLES[0]: table} if table else config
+
+
+def _is_chunked(files: Sequence[FileInfo], *, pickled: bool) -> bool:
+    return not _has_weights(files, pickled=pickled) and is_chunked(info.key for info in files)
 
 
 def _has_weights(files: Sequence[FileInfo], *, pickled: bool) -> bool:

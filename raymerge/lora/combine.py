@@ -361,7 +361,7 @@ class CombineWork:
         del budget
         read, reports, tensors = 0, list[ModuleReport](), list[tuple[str, torch.Tensor, DType]]()
         with ExitStack() as stack:
-            stores = (stack.enter_context(open_store(each.root)) for each in self.adapters)
+            stores = (stack.enter_context(open_store(each.place)) for each in self.adapters)
             sources = [_Source(n, *each) for n, each in enumerate(zip(self.adapters, stores, strict=True))]
             for task in self.units[number]:
                 tell(read)

@@ -274,8 +274,8 @@ def extract_lora(
         raise PlanError(problems)
     with (
         full_float32(),
-        open_store(new.root) as new_store,
-        open_store(old.root) as old_store,
+        open_store(new.place) as new_store,
+        open_store(old.place) as old_store,
         AdapterWriter(directory) as writer,
     ):
         work = _Extractor(new, old, new_store, old_store, writer, chosen, Fallback(device), on_module)

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from raymerge.architectures.roles import declared_tie
 from raymerge.architectures.rules import sections
+from raymerge.checkpoints.dcp.store import ASSEMBLED_NBYTES
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.header import DATA_ALIGNMENT_NBYTES, METADATA_KEY, shard_names
 from raymerge.checkpoints.json_files import parse_strict_json
@@ -79,7 +80,9 @@ def _touch_manifest(plan: Plan) -> None:
     for source in manifest["sources"]:
         if not isinstance(source["num_tensors"], int):
             raise TypeError("num_tensors")
-        if not all(is_key(key) and isinstance(nbytes, int) for key, nbytes, _ in source["files"]):
+        assembled = source.get(ASSEMBLED_NBYTES, 0)
+        are_files = (is_key(key) and isinstance(nbytes, int) for key, nbytes, _ in source["files"])
+        if not isinstance(assembled, int) or not all(are_files):
             raise TypeError("files")
     manifest["sources"][manifest["donor"]]
     expressions = plan.expressions

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raymerge.checkpoints.dcp.store import ASSEMBLED, ASSEMBLED_NBYTES
 from raymerge.checkpoints.quantisation.encoding import Encoding, Made, QuantSpec
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType
@@ -386,7 +387,8 @@ def _outside_files(
     sizes = np.full((len(sources), max(len(keys), 1)), -1, dtype=np.int64)
     position = {name: index for index, name in enumerate(keys)}
     for index, entry in enumerate(sources):
-        for name, size, _ in entry["files"]:
+        assembled = ASSEMBLED, entry.get(ASSEMBLED_NBYTES, -1), ""
+        for name, size, _ in (*entry["files"], assembled):
             if name in position:
                 sizes[index, position[name]] = size
     size = sizes[source, number]

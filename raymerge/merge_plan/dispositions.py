@@ -67,6 +67,8 @@ class Rule(StrEnum):
     """It names experts by number, and the recipe gives these other numbers."""
     ROUTER_OF_DENSE = "router_of_dense"
     """It chooses among experts, or weighs a shared one, and the recipe makes the model dense."""
+    TRAINING_STATE = "training_state"
+    """Of a training checkpoint: of its optimizer, scheduler or random numbers, and of no model."""
 
 
 _STRENGTH = {Use.DROPPED: 0, Use.COPIED: 1, Use.CONVERTED: 2, Use.MERGED: 3}
@@ -76,6 +78,9 @@ class Disposition(NamedTuple):
     use: Use
     rule: Rule
     output: str = ""
+
+
+_STATE = Disposition(Use.DROPPED, Rule.TRAINING_STATE)
 
 
 class Dispositions:
@@ -113,3 +118,4 @@ class Dispositions:
         """Every settled tensor: source, name, disposition, in the checkpoints' order."""
         for source, (own, dispositions) in enumerate(zip(self._holdings, self.settled, strict=True)):
             yield from ((source, name, dispositions[name]) for name in own.stored if name in dispositions)
+            yield from ((source, name, _STATE) for name in own.left)

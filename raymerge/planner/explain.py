@@ -283,7 +283,9 @@ def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[Disposit
     for source, disposition, rule, name in plan.columns("dispositions", *columns):
         line = source, disposition, rule
         counts[line] += 1
-        sizes[line] += holders[source].stored[name].nbytes
+        holder = holders[source]
+        stored = holder.stored.get(name)
+        sizes[line] += holder.left[name] if stored is None else stored.nbytes
         if disposition == Use.DROPPED and counts[line] <= _EXAMPLES:
             examples.setdefault(line, []).append(name)
     order = [each.value for each in Use]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import xxhash
 
+from raymerge.checkpoints.dcp.store import ASSEMBLED
 from raymerge.deferred import torch
 from raymerge.device_numerics import return_free_memory
 from raymerge.events import OnEvent, PartInHand, ShardDone
@@ -189,8 +190,12 @@ def file_numbers(
     files: Sequence[SourceFile], read: Iterable[Collection[tuple[int, str]]]
 ) -> tuple[frozenset[int], ...]:
     """Of each part, the positions in ``files`` of what it reads."""
-    numbers = {(file.source, file.key): number for number, file in enumerate(files)}
-    return tuple(frozenset(numbers[each] for each in part if each in numbers) for part in read)
+    numbers = {(file.source, file.key): frozenset((number,)) for number, file in enumerate(files)}
+    for source in {file.source for file in files}:
+        own = frozenset(number for number, file in enumerate(files) if file.source == source)
+        numbers[source, ASSEMBLED] = own
+    nothing = frozenset[int]()
+    return tuple(nothing.union(*(numbers.get(each, nothing) for each in part)) for part in read)
 
 
 class SegmentsRunner:

@@ -110,6 +110,9 @@ STORES: dict[str, str] = {
 }
 """What opens places of each scheme for reading, as ``module:name``, imported at first use and called as
 ``open_store`` is. Another store is a file and a line here."""
+CHUNKED_STORE = "raymerge.checkpoints.dcp.store:ChunkedStore"
+"""What gives a store of files another view of them: whole tensors in place of their chunks."""
+_CHUNKED = "dcp::"
 _WEB = ("http", "https")
 _CHAIN = "::"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -206,6 +209,17 @@ def _scheme_of(place: str) -> str:
 
 def is_path(place: str) -> bool:
     return _SCHEME.match(place) is None and _ONE_SLASH.match(place) is None
+
+
+def chunked_place(place: str) -> str:
+    """The place where tensors of several chunks in the files of ``place`` are read as one. For ``open_store``
+    alone."""
+    return f"{_CHUNKED}{place}"
+
+
+def files_of_chunked(place: str) -> str | None:
+    """The inverse of ``chunked_place``; None for every other place."""
+    return place.removeprefix(_CHUNKED) if place.startswith(_CHUNKED) else None
 
 
 def as_path(place: str) -> str:

@@ -21,6 +21,10 @@ def open_store(
 ) -> ReadStore:
     """The store at a place; sends no request yet. ``expected``: versions that these files must have when they
     are read. Raises OptionError: raymerge does not read this kind of address here."""
+    files = addresses.files_of_chunked(place)
+    if files is not None:
+        whole: Callable[[ReadStore], ReadStore] = resolve_name(addresses.CHUNKED_STORE)
+        return whole(open_store(files, retry_policy=retry_policy, expected=expected))
     opener: Callable[..., ReadStore] = resolve_name(addresses.STORES[addresses.parse_place(place).scheme])
     return opener(place, retry_policy=retry_policy, expected=expected)
 

@@ -182,7 +182,7 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) 
     """Compare in memory of a few blocks for each thread, whatever the size. Raises CheckpointError if codes
     and scales of one do not fit together, or a file cannot be read."""
     a, b = Side(first), Side(second)
-    with open_store(first.root) as store_a, open_store(second.root) as store_b:
+    with open_store(first.place) as store_a, open_store(second.place) as store_b:
         with ThreadPoolExecutor(threads) as pool:
             results = list(pool.map(partial(_compared, a=store_a, b=store_b), pairs_of(a, b)))
         companions = dict(_companions(first, second, store_a, store_b))

@@ -98,7 +98,7 @@ def _misread(checkpoint: Checkpoint, plan: Plan | None) -> tuple[Sequence[Proble
     which they take one. Problems, and notes where a merge copied all of it unchanged. Raises CheckpointError:
     a scale cannot be read."""
     matrices = joined_scales(checkpoint.tensors, rules_of(checkpoint.config))
-    with open_store(checkpoint.root) as store:
+    with open_store(checkpoint.place) as store:
         values = scale_values(store, matrices)
     if not (misread(matrices, values) or any(misspelt(matrices, values))):
         return (), ()
@@ -177,7 +177,7 @@ def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: 
 
     The model card may be edited, and what ``may_be_added`` allows may be added."""
     name, shards = checkpoint.name, plan["shards"].column("name").to_pylist()
-    with open_store(checkpoint.root) as store:
+    with open_store(checkpoint.place) as store:
         digests = _digests(store, files.get(PROVENANCE_FILE))
         if digests is None:
             what = "is missing or damaged, and it alone says what the tokenizer and other companions must be."

@@ -28,6 +28,7 @@ from raymerge.architectures.moe_targets import AddedTensor
 from raymerge.architectures.roles import Stack, TiedPair, module_finder, stacks, tied_pair
 from raymerge.architectures.rules import Rules, class_names, rules_of, text_path, text_section, value_at
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
+from raymerge.checkpoints.dcp.store import ASSEMBLED_NBYTES
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out
 from raymerge.checkpoints.pickles import conversion_command
@@ -268,9 +269,11 @@ def prepared_of(stage: Stage, root: Path) -> Prepared:
 def fingerprint(holding: Holding) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": holding.name,
-        "num_tensors": len(holding.stored),
+        "num_tensors": len(holding.stored) + len(holding.left),
         "files": [[file.key, file.nbytes, file.header_digest] for file in holding.files],
     }
+    if holding.assembled_nbytes:
+        facts[ASSEMBLED_NBYTES] = holding.assembled_nbytes
     return facts | {"made_by": holding.stage.digest} if isinstance(holding, Prepared) else facts
 
 
@@ -560,7 +563,7 @@ def _opened(
             continue
         opened[reference] = None
         try:
-            opened[reference] = source = _open(len(opened) - 1, reference, opener)
+            opened[reference] = source = _source(len(opened) - 1, reference, opener(reference))
             if reference.lora_path is not None:
                 named = ModelReference(reference.lora_path, reference.lora_revision)
                 adapter = open_adapter_reference(named, pickled=pickled, lookup=lookup)
@@ -572,7 +575,25 @@ def _opened(
             if isinstance(error, TransientError):
                 raise
             failures.append((path, error))
-    return opened, failures
+    return _with_configs(opened), failures
+
+
+def _with_configs(opened: Mapping[ModelReference, Source | None]) -> dict[ModelReference, Source | None]:
+    """Training checkpoints, which have tensors alone, with the config of the first model that has one."""
+    sources = [each for each in opened.values() if each is not None]
+    lead = next((each for each in sources if not each.checkpoint.is_raw), None)
+
+    def completed(source: Source) -> Source:
+        checkpoint = source.checkpoint
+        if lead is None or checkpoint.chunks is None or not checkpoint.is_raw:
+            return source
+        # What a training saves is not quantised, whatever that model is.
+        config = {key: value for key, value in lead.checkpoint.config.items() if key != "quantization_config"}
+        note = f"{checkpoint.name} has no config.json: that of {lead.name} is taken for it."
+        checkpoint = replace(checkpoint, config=config, notes=(*checkpoint.notes, note))
+        return replace(_source(source.index, source.reference, checkpoint), adapter=source.adapter)
+
+    return {key: None if source is None else completed(source) for key, source in opened.items()}
 
 
 def model_references(recipe: AnyRecipe) -> list[tuple[FieldPath, ModelReference]]:
@@ -592,8 +613,7 @@ def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Pr
                 yield unread_problem(f"{recipe.where(*path)}: {each.name}", unknown)
 
 
-def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
-    checkpoint = opener(reference)
+def _source(index: int, reference: ModelReference, checkpoint: Checkpoint) -> Source:
     rules = rules_of(checkpoint.config)
     impossible = [*value_problems(checkpoint.config, rules, f"{checkpoint.name}/{CONFIG_FILE}")]
     if impossible:

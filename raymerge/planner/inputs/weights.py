@@ -30,7 +30,7 @@ class Weights:
         self._source = alone
         self._keeps_run = keeps_run
         self._run: tuple[Read, torch.Tensor] | None = None
-        self._stores: list[ReadStore] = [open_store(each.root) for each in holdings([alone])]
+        self._stores: list[ReadStore] = [open_store(each.place) for each in holdings([alone])]
 
     def __enter__(self) -> Weights:
         return self

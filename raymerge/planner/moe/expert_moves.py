@@ -105,7 +105,7 @@ def _number(value: int | float) -> float:
 def _tensors(path: Path) -> Mapping[str, LayerScores]:
     checkpoint = open_tensor_file(path, str(path))
     scores: dict[str, LayerScores] = {}
-    with open_store(checkpoint.root) as store:
+    with open_store(checkpoint.place) as store:
         for name, tensor in checkpoint.tensors.items():
             if tensor.dtype.torch_name is None or len(tensor.shape) != 1 or not tensor.nbytes:
                 continue

@@ -50,7 +50,7 @@ def has_unknown_experts(checkpoint: Checkpoint, table: StoredTensor, num_experts
 
 
 def _entries(checkpoint: Checkpoint, table: StoredTensor) -> npt.NDArray[np.integer]:
-    with open_store(checkpoint.root) as store:
+    with open_store(checkpoint.place) as store:
         data = store.read(table.key, table.offset, table.nbytes)
     return np.frombuffer(data, table.dtype.numpy_name).reshape(table.shape)
 

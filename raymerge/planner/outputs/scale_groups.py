@@ -125,7 +125,7 @@ def _unequal(source: Source, num_copied: int) -> Iterator[str]:
     if not matrices or source.checkpoint.unwritten is not None:
         return
     some = matrices[:: -(-len(matrices) // _MOST_LOOKED_AT)]
-    with open_store(source.checkpoint.root) as store:
+    with open_store(source.checkpoint.place) as store:
         values = scale_values(store, some)
     if num_copied:
         yield from (f"{source.name}: {each} They are copied as they are" for each in misspelt(some, values))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from raymerge.checkpoints.dcp.layout import is_chunked
 from raymerge.checkpoints.header import read_header
 from raymerge.deferred import torch
 from raymerge.documents.fields import FaultError
@@ -28,7 +29,7 @@ from raymerge.runtime.driver.run import do_parts, planned
 from raymerge.runtime.driver.versions import stage_record
 from raymerge.runtime.workers.pool import Pool, Receipts, Runner
 from raymerge.runtime.workers.sizing import free_memory, usual_budget
-from raymerge.storage.addresses import is_remote, parent_and_name
+from raymerge.storage.addresses import chunked_place, is_remote, parent_and_name
 from raymerge.storage.open import Lookup, open_store, resolve_source
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
@@ -69,7 +70,8 @@ def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Pa
         files = [] if root is None else _files(number, root, entry)
         if root is not None:
             lack = _changed(files, entry, before)
-        located.roots.append(root or ".")
+        is_whole = not is_chunked(key for key, *_ in entry["files"])
+        located.roots.append("." if root is None else root if is_whole else chunked_place(root))
         if not lack:
             located.files += files
             continue

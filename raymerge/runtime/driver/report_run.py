@@ -57,7 +57,7 @@ def subject_of_merge(merge: PlannedMerge, name: str, kind: Kind = "recipe") -> S
     held = holdings(merge.sources)
     made = {number for number, each in enumerate(held) if isinstance(each, Prepared)} | merge.uses.keys()
     files = tuple(each for each in source_files(held) if each.source not in made)
-    roots = tuple("." if number in made else each.root for number, each in enumerate(held))
+    roots = tuple("." if number in made else each.place for number, each in enumerate(held))
     return Subject(name, kind, merge.plan.require(), roots, files, dict.fromkeys(made, _NOT_MADE))
 
 

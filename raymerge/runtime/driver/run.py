@@ -352,7 +352,7 @@ class Run:
 
     def check_scales(self) -> None:
         with versions.checking_sources(self._held), ExitStack() as opened:
-            stores = [opened.enter_context(open_store(each.root)) for each in self._held]
+            stores = [opened.enter_context(open_store(each.place)) for each in self._held]
             problems = tuple(scale_problems(self._plan, stores, [each.name for each in self._held]))
         if problems:
             raise NonFiniteError(problems)
@@ -470,7 +470,7 @@ class Run:
             self._on_event(events.EncodingErrorsFound(errors.roles, above, errors.proof))
 
     def segment_work(self, pool: Pool) -> SegmentWork:
-        roots, files = tuple(each.root for each in self._held), versions.source_files(self._held)
+        roots, files = tuple(each.place for each in self._held), versions.source_files(self._held)
         place, attempt_id = self._staging.root, self._staging.attempt_id
         return SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, attempt_id)
 

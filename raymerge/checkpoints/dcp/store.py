@@ -1,0 +1,165 @@
+"""A place whose tensors are in chunks as a store: each tensor of several chunks is one run of bytes of a
+file.
+
+That file is not there: its bytes are read from the chunks whenever they are asked for. Everything else is
+read from the files themselves, as it is stored."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from raymerge.checkpoints.dcp.chunk_map import ChunkMap
+from raymerge.checkpoints.dcp.layout import Layout, read_layout
+from raymerge.storage.local.buffers import ALIGNMENT
+from raymerge.storage.local.mapping import PageMaps
+from raymerge.storage.store import FileInfo, ReadStore, num_readers
+
+ASSEMBLED = ".assembled"
+"""The file that is not there."""
+ASSEMBLED_NBYTES = "assembled_nbytes"
+"""What a plan calls its size."""
+_BLOCK_NBYTES = 1 << 20
+"""Most bytes that are read into memory of its own, to be put in their rows from there."""
+
+
+class _Run(NamedTuple):
+    key: str
+    offset: int
+    to: int
+    rows: int
+    width: int
+    stride: int
+
+
+class ChunkedStore:
+    """As ``ReadStore``, over the store of the files."""
+
+    def __init__(self, files: ReadStore) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._layout: Layout | None = None
+        self._maps: dict[str, tuple[tuple[str, ...], ChunkMap]] = {}
+
+    @property
+    def is_far(self) -> bool:
+        return self._files.is_far
+
+    def location(self, key: str) -> str:
+        return self._files.location(key)
+
+    def files(self) -> tuple[FileInfo, ...]:
+        return self._files.files()
+
+    def info(self, key: str) -> FileInfo | None:
+        return self._files.info(key)
+
+    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
+        return self._files.infos(keys)
+
+    def read(self, key: str, offset: int, nbytes: int) -> bytes:
+        if key != ASSEMBLED:
+            return self._files.read(key, offset, nbytes)
+        data = bytearray(nbytes)
+        self.read_into(key, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        if key != ASSEMBLED:
+            self._files.read_into(key, offset, buffer)
+            return
+        runs = list(self._runs(offset, buffer.nbytes))
+        if not self.is_far or len(runs) < 2:
+            for run in runs:
+                self._fill(run, buffer)
+            return
+        with ThreadPoolExecutor(min(num_readers(self), len(runs))) as pool:
+            list(pool.map(lambda run: self._fill(run, buffer), runs))
+
+    def read_extent(
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,
+        like: int | None = None,
+    ) -> int:
+        own = self._direct(key, offset, nbytes)
+        if own is not None:
+            return self._files.read_extent(*own, nbytes, buffer, again=again, like=like)
+        begin = (like or 0) % ALIGNMENT
+        self.read_into(key, offset, buffer[begin : begin + nbytes])
+        return begin
+
+    def map_extent(
+        self, key: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps
+    ) -> int | None:
+        own = self._direct(key, offset, nbytes)
+        return None if own is None else self._files.map_extent(*own, nbytes, buffer, maps)
+
+    def check_expected(self) -> None:
+        self._files.check_expected()
+
+    def close(self) -> None:
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _direct(self, key: str, offset: int, nbytes: int) -> tuple[str, int] | None:
+        """The file and offset of a run of bytes; None where it is not one run of a file."""
+        if key != ASSEMBLED:
+            return key, offset
+        runs = list(self._runs(offset, nbytes))
+        return (runs[0].key, runs[0].offset) if len(runs) == 1 and runs[0].rows == 1 else None
+
+    def _runs(self, offset: int, nbytes: int) -> Iterator[_Run]:
+        """What bytes of the assembled file consist of; ``to`` counts from the first one."""
+        done = 0
+        for name, begin, end in self._opened().members(offset, offset + nbytes):
+            keys, chunk_map = self._map(name)
+            for file, where, to, *form in chunk_map.pieces(begin, end):
+                yield _Run(keys[file], where, done + to, *form)
+            done += end - begin
+
+    def _fill(self, run: _Run, buffer: memoryview) -> None:
+        if run.rows == 1 or run.width >= _BLOCK_NBYTES:
+            for row in range(run.rows):
+                to = run.to + row * run.stride
+                self._files.read_into(run.key, run.offset + row * run.width, buffer[to : to + run.width])
+            return
+        target = np.frombuffer(buffer, dtype=np.uint8)
+        at_once = max(1, _BLOCK_NBYTES // run.width)
+        block = np.empty((min(at_once, run.rows), run.width), dtype=np.uint8)
+        for row in range(0, run.rows, at_once):
+            some = block[: min(at_once, run.rows - row)]
+            self._files.read_into(run.key, run.offset + row * run.width, some.reshape(-1).data)
+            begin, strides = run.to + row * run.stride, (run.stride, 1)
+            reach = target[begin : begin + (len(some) - 1) * run.stride + run.width]
+            np.lib.stride_tricks.as_strided(reach, some.shape, strides)[:] = some
+
+    def _opened(self) -> Layout:
+        with self._lock:
+            if self._layout is None:
+                self._layout = read_layout(self._files, self._files.files())
+            return self._layout
+
+    def _map(self, name: str) -> tuple[tuple[str, ...], ChunkMap]:
+        layout = self._opened()
+        known = self._maps.get(name)
+        if known is None:
+            tensor = layout.model.tensors[name]
+            places = [layout.reader.place(tensor, chunk).offset for chunk in tensor.chunks]
+            keys = tuple(chunk.key for chunk in tensor.chunks)
+            # Of two threads that come here at once, both find the same.
+            known = self._maps[name] = keys, ChunkMap(tensor, range(len(keys)), places)
+        return known

@@ -1,0 +1,362 @@
+"""Training checkpoints in chunks as sources: what is read equals what torch loads, and damage is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import read_tensors, tiny_llama
+from kits.merge_cases import INLINE, merge
+from kits.merges import check_close, mean_of, merge_here
+from kits.s3_server import s3_server
+from kits.training_checkpoint import (
+    Box,
+    by_ranks,
+    grid,
+    load_whole,
+    metadata_of,
+    save_chunks,
+    save_shards,
+    state_of,
+    write_metadata,
+)
+
+from raymerge.api import AuditOptions, audit, plan
+from raymerge.checkpoints.source import open_checkpoint
+from raymerge.errors import CheckpointError
+from raymerge.merge_plan.elements import torch_dtype
+from raymerge.storage.open import open_store
+
+BOXES: dict[str, list[Box]] = {
+    "rows": grid((9, 5), (2, 5)),
+    "columns": grid((6, 10), (), (3, 7)),
+    "grid": grid((7, 8), (3,), (1, 6)),
+    "experts": grid((4, 6, 5), (2,), (2, 3), (3,)),
+}
+
+
+def tensors_of(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    shapes = {"rows": (9, 5), "columns": (6, 10), "grid": (7, 8), "experts": (4, 6, 5)}
+    named = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return {**named, "grid": named["grid"].bfloat16(), "whole": torch.randn(3, 4), "step": torch.tensor(7)}
+
+
+def opened_tensors(root: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(root, "saved")
+    with open_store(checkpoint.place) as store:
+        read = {
+            name: bytearray(store.read(own.key, own.offset, own.nbytes))
+            for name, own in checkpoint.tensors.items()
+        }
+    return {
+        name: torch.frombuffer(data, dtype=torch_dtype(own.dtype)).reshape(own.shape)
+        for (name, data), own in zip(read.items(), checkpoint.tensors.values(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("as_safetensors", [False, True])
+def test_tensors_of_chunks_are_those_that_torch_loads(as_safetensors: bool, tmp_path: Path) -> None:
+    saved = tensors_of(1)
+    root = save_chunks(tmp_path / "a", saved, BOXES, files=12, as_safetensors=as_safetensors)
+    # torch itself does not load what it serialises as safetensors.
+    expected, found = saved if as_safetensors else load_whole(root), opened_tensors(root)
+    assert found.keys() == expected.keys() == saved.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, saved[name])
+        assert torch.equal(found[name], tensor)
+
+
+def test_any_run_of_bytes_is_assembled(tmp_path: Path) -> None:
+    saved, random = tensors_of(2), Random(5)
+    checkpoint = open_checkpoint(save_chunks(tmp_path / "a", saved, BOXES), "a")
+    parts = [each for name, each in checkpoint.tensors.items() if name in BOXES]
+    parts.sort(key=lambda each: each.offset)
+    expected = b"".join(saved[each.name].contiguous().view(torch.uint8).numpy().tobytes() for each in parts)
+    (key,) = {each.key for each in parts}
+    assert parts[0].offset == 0
+    with open_store(checkpoint.place) as store:
+        for _ in range(300):
+            begin = random.randrange(len(expected))
+            end = random.randrange(begin, len(expected)) + 1
+            assert store.read(key, begin, end - begin) == expected[begin:end]
+
+
+def test_merge_of_both_serialisations_is_torch_arithmetic(tmp_path: Path) -> None:
+    state = {"lr": 0.5, "step": 3}
+    roots = [
+        save_chunks(
+            tmp_path / f"m{seed}", tensors_of(seed), BOXES, entries=state, as_safetensors=seed == 2, files=12
+        )
+        for seed in (1, 2)
+    ]
+    merged = merge_here(mean_of(*roots, dtype="float32"), tmp_path / "out")
+    one, two = load_whole(roots[0]), tensors_of(2)
+    assert torch.equal(merged.pop("step"), one.pop("step"))
+    check_close(
+        merged, {name: tensor.float() * 0.5 + two[name].float() * 0.5 for name, tensor in one.items()}
+    )
+    assert audit(tmp_path / "out", AuditOptions(), INLINE).problems == ()
+
+
+def test_state_of_the_training_is_left_out_by_a_named_rule(tmp_path: Path) -> None:
+    saved = {
+        "model.model.layers.0.w": torch.ones(2, 2),
+        "model.lm_head.weight": torch.ones(3),
+        "optimizer.exp_avg.model.layers.0.w": torch.zeros(2, 2),
+    }
+    paths = {key: (key.partition(".")[0], key.partition(".")[2]) for key in saved} | {"step": ("step",)}
+    root = save_chunks(tmp_path / "a", saved, {}, paths=paths, entries={"step": 1})
+    checkpoint = open_checkpoint(root, "a")
+    assert set(checkpoint.tensors) == {"model.layers.0.w", "lm_head.weight"}
+    dropped = {
+        row["name"]: row["rule"]
+        for row in plan(mean_of(root))["dispositions"].to_pylist()
+        if row["disposition"] == "dropped"
+    }
+    assert dropped == dict.fromkeys(("optimizer.exp_avg.model.layers.0.w", "step"), "training_state")
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (["model.layers.0.w", "lm_head.weight"], ["model.layers.0.w", "lm_head.weight"]),
+        (["model.layers.0.w", "model.norm.weight"], ["model.layers.0.w", "model.norm.weight"]),
+        (["model.model.layers.0.w", "model.lm_head.weight"], ["model.layers.0.w", "lm_head.weight"]),
+    ],
+)
+def test_flat_names_lose_only_what_wraps_all_of_them(
+    keys: Sequence[str], names: Sequence[str], tmp_path: Path
+) -> None:
+    root = save_chunks(tmp_path / "a", {key: torch.ones(2) for key in keys}, {})
+    assert set(open_checkpoint(root, "a").tensors) == set(names)
+
+
+def test_base_model_gives_config_and_tokenizer(tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path / "base", 0)
+    tunes = [tiny_llama(tmp_path / f"tune{seed}", seed, base=base) for seed in (1, 2)]
+    saved = []
+    for tune in tunes:
+        tensors = {f"model.{name}": tensor for name, tensor in read_tensors(tune).items()}
+        boxes = {
+            name: grid(tensor.shape, (1,)) if tensor.dim() == 1 else grid(tensor.shape, (3,), (2, 5))
+            for name, tensor in tensors.items()
+        }
+        paths = {name: ("model", name.removeprefix("model.")) for name in tensors}
+        saved.append(save_chunks(tmp_path / f"{tune.name}-saved", tensors, boxes, paths=paths))
+    asked = {"merge_method": "ties", "base_model": str(base), "parameters": {"weight": 0.7, "density": 0.5}}
+    for name, models in (("plain", tunes), ("chunks", saved)):
+        merge({**asked, "models": [{"model": str(each)} for each in models]}, tmp_path / name)
+    for key in ("model.safetensors", "config.json"):
+        assert (tmp_path / "chunks" / key).read_bytes() == (tmp_path / "plain" / key).read_bytes()
+
+
+def test_names_of_megatron_are_kept(tmp_path: Path) -> None:
+    saved = {
+        "decoder.layers.self_attention.linear_qkv.weight": torch.ones(2, 4, 3),
+        "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight": torch.ones(2, 4, 3),
+    }
+    entries = {
+        "decoder.layers.self_attention.core_attention._extra_state/shard_0_2": 1,
+        "rng_state/shard_0": 2,
+    }
+    root = save_chunks(tmp_path / "a", saved, {}, entries=entries, files=1)
+    (root / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save({"args": 1}, root / "common.pt")
+    checkpoint = open_checkpoint(root, "a")
+    assert list(checkpoint.tensors) == ["decoder.layers.self_attention.linear_qkv.weight"]
+    assert checkpoint.left.keys() == {*saved, *entries} - checkpoint.tensors.keys()
+    left_out = {each.key: each.rule for each in checkpoint.left_out}
+    assert left_out == {"common.pt": "training state", "metadata.json": "training state"}
+    assert checkpoint.companions == ()
+
+
+def test_shards_for_the_hub_are_read_as_whole_tensors(tmp_path: Path) -> None:
+    saved = tensors_of(3)
+    root = save_shards(tmp_path / "a", saved, BOXES, ranks=12)
+    found = opened_tensors(root)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    (root / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="number 2 is missing"):
+        open_checkpoint(root, "a")
+
+
+def test_chunks_on_an_object_store_give_the_same_bytes(tmp_path: Path) -> None:
+    roots = [save_chunks(tmp_path / f"m{seed}", tensors_of(seed), BOXES) for seed in (1, 2)]
+    merge(mean_of(*roots), tmp_path / "near")
+    with s3_server() as server:
+        for root in roots:
+            server.upload(root, root.name)
+        options = replace(INLINE, storage=server.options)
+        merge(mean_of("s3://models/m1", "s3://models/m2"), tmp_path / "far", options)
+    near, far = (tmp_path / name / "model.safetensors" for name in ("near", "far"))
+    assert near.read_bytes() == far.read_bytes()
+
+
+# Damage
+
+
+class Runs:
+    """What runs code as soon as it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.mark,))
+
+
+def _moved(change: Callable[[Any], dict[str, Any]], key: str = "rows") -> Callable[[Path], None]:
+    """Change the first chunk's place of a tensor."""
+
+    def damage(root: Path) -> None:
+        metadata = metadata_of(root)
+        index = next(each for each in metadata.storage_data if each.fqn == key)
+        info = metadata.storage_data[index]
+        metadata.storage_data[index] = replace(info, **change(info))
+        write_metadata(root, metadata)
+
+    return damage
+
+
+def _described(change: Callable[[Any], Any], key: str = "rows") -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        metadata = metadata_of(root)
+        change(metadata.state_dict_metadata[key])
+        write_metadata(root, metadata)
+
+    return damage
+
+
+def _wrong_blob(root: Path) -> None:
+    """Two chunks of equal length exchange their places; the first is of another dtype."""
+    metadata = metadata_of(root)
+    one, two = (next(i for i in metadata.storage_data if i.fqn == key) for key in ("grid", "whole"))
+    stored = metadata.storage_data
+    stored[one], stored[two] = stored[two], stored[one]
+    write_metadata(root, metadata)
+
+
+def _saved_as(tensor: torch.Tensor) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        metadata = metadata_of(root)
+        index = next(each for each in metadata.storage_data if each.fqn == "whole")
+        path = root / "other.distcp"
+        torch.save(tensor, path)
+        info = metadata.storage_data[index]
+        metadata.storage_data[index] = replace(
+            info, relative_path=path.name, offset=0, length=path.stat().st_size
+        )
+        write_metadata(root, metadata)
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "an offset that lies": (_moved(lambda info: {"offset": info.offset + 1}), "overlap|not stored as"),
+    "a length beyond the file": (_moved(lambda _: {"length": 1 << 40}), "ends at byte"),
+    "a file that is missing": (
+        lambda root: (root / "__1_0.distcp").unlink(),
+        "'__1_0.distcp', which is not there",
+    ),
+    "a file elsewhere": (_moved(lambda _: {"relative_path": "../../x"}), "which is not there"),
+    "an encoded stream": (_moved(lambda _: {"transform_descriptors": ["zstd"]}), "compressed or encoded"),
+    "a chunk too few": (_described(lambda own: own.chunks.pop()), "in none of its chunks"),
+    "a chunk twice": (_described(lambda own: own.chunks.append(own.chunks[0])), "overlap"),
+    "another shape": (
+        _described(lambda own: setattr(own, "size", torch.Size([9, 4]))),
+        "not within its shape",
+    ),
+    "another dtype": (
+        _described(lambda own: setattr(own.properties, "dtype", torch.float16)),
+        "holds F32 .*, the metadata says F16",
+    ),
+    "another tensor's chunk": (_wrong_blob, "the metadata says"),
+    "a transposed chunk": (_saved_as(torch.ones(4, 3).T), "do not lie one after the other"),
+    "a cut file": (lambda root: (root / "__0_0.distcp").write_bytes(b""), "ends at byte"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", tensors_of(1), BOXES)
+    damage, what = DAMAGES[name]
+    damage(root)
+    with pytest.raises(CheckpointError, match=what):
+        open_checkpoint(root, "a")
+
+
+@pytest.mark.parametrize("where", ["metadata", "chunk", "entry"])
+def test_no_code_of_a_checkpoint_is_run(where: str, tmp_path: Path) -> None:
+    mark, root = tmp_path / "mark", tmp_path / "a"
+    save_chunks(
+        root, {"w": torch.ones(2)}, {}, entries={"lr": Runs(mark)} if where == "entry" else {}, files=1
+    )
+    if where == "metadata":
+        metadata = metadata_of(root)
+        metadata.planner_data = {"w": Runs(mark)}
+        write_metadata(root, metadata)
+    if where == "chunk":
+        _saved_as_code(root, Runs(mark))
+    if where == "entry":
+        assert list(open_checkpoint(root, "a").tensors) == ["w"]
+    else:
+        with pytest.raises(CheckpointError, match="would run"):
+            open_checkpoint(root, "a")
+    assert not mark.exists()
+
+
+def _saved_as_code(root: Path, value: Runs) -> None:
+    path = root / "__0_0.distcp"
+    torch.save(value, path)
+    metadata = metadata_of(root)
+    (index,) = metadata.storage_data
+    metadata.storage_data[index] = replace(metadata.storage_data[index], offset=0, length=path.stat().st_size)
+    write_metadata(root, metadata)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04}", b"\x80\x04.", b"garbage", pickle.dumps([1] * 9), b"\x85" * 99]
+)
+def test_metadata_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {})
+    (root / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be read as the description"):
+        open_checkpoint(root, "a")
+
+
+def test_a_bomb_of_shared_tuples_takes_no_time(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {})
+    value: tuple[Any, ...] = ()
+    for _ in range(60):
+        value = (value, value)
+    doubled = b"}" + pickle.dumps(value, 2)[2:-1] + b"K\x01s."
+    (root / ".metadata").write_bytes(b"\x80\x02" + doubled)
+    with pytest.raises(CheckpointError, match="a tuple as a key"):
+        open_checkpoint(root, "a")
+
+
+# Saved by ranks
+
+
+@pytest.fixture(scope="session")
+def saved_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ranks")
+    by_ranks("save", 4, root, (1, 2))
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["archives", "blobs", "shards"])
+def test_checkpoints_of_four_ranks_are_averaged(form: str, saved_by_ranks: Path, tmp_path: Path) -> None:
+    roots = [saved_by_ranks / f"{form}-{seed}" for seed in (1, 2)]
+    merged = merge_here(mean_of(*roots, dtype="float32"), tmp_path / "out")
+    one, two = state_of(1), state_of(2)
+    check_close(merged, {name: one[name].float() * 0.5 + two[name].float() * 0.5 for name in one})
