@@ -126,8 +126,6 @@ def test_memory_for_the_gpu_makes_way_for_memory_for_the_processor(
     """A lane that changes its device does not hold the memory of both."""
     bench = make_bench(recipes(family)["linear"], tmp_path, device="cuda")
     assert bench.projection.lanes == 1
-    # What other tests left is not looked through each time.
-    gc.freeze()
     with counted_buffers() as buffers:
         for fault in (never, lambda _: _full(), never, lambda _: _full()):
             gpu.fault = fault
