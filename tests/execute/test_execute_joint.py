@@ -94,7 +94,7 @@ def _check(sweep: list[dict[str, Any]], root: Path, budget: int) -> tuple[int, i
     return sum(each.read_bytes for each in receipts), apart
 
 
-@pytest.mark.parametrize("name", sorted(methods()))
+@pytest.mark.parametrize("name", slow_but(sorted(methods()), "linear", "ties", "slerp", "dare_ties", "iso_c"))
 def test_outputs_of_one_read_are_those_of_separate_merges(name: str, family: Family, tmp_path: Path) -> None:
     read, apart = _check(_sweep(recipes(family)[name]), tmp_path, ROOMY)
     inputs = len({str(family.base), *map(str, family.tunes)})
@@ -123,7 +123,7 @@ MAKERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", slow_but(MAKERS, "block FP8", "MXFP4 stacks"))
 def test_codes_of_one_read_are_those_of_separate_merges(name: str, tmp_path: Path) -> None:
     parents = [MAKERS[name](tmp_path / str(seed), seed) for seed in (1, 2)]
     means = [

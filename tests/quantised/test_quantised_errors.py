@@ -315,7 +315,11 @@ BEYOND: dict[str, tuple[str, str, dict[str, Change]]] = {
     "MXFP4": (
         "gpt-oss",
         FUSED,
-        {f"{FUSED}_scales": lambda each: each.fill_(254), f"{FUSED}_blocks": lambda each: each.fill_(0x77)},
+        # Of one expert, as several are made at the same time.
+        {
+            f"{FUSED}_scales": lambda all_: all_[0].fill_(254),
+            f"{FUSED}_blocks": lambda all_: all_[0].fill_(0x77),
+        },
     ),
 }
 

@@ -248,10 +248,10 @@ def test_a_shard_says_on_what_device_it_was_made(
         def __init__(self) -> None:
             self._fallback = Fallback(torch.device("cuda"))
 
-        def made(self, segment: int, device: torch.device, note: str, **_: Any) -> Receipt:
+        def made(self, segment: int, device: torch.device, note: str, **_: Any) -> dict[int, Receipt]:
             if device.type == "cuda":
                 raise torch.OutOfMemoryError("as the test has it")
-            return Receipt(segment, 1, 1, 0.1, "w", {}, note=note)
+            return {0: Receipt(segment, 1, 1, 0.1, "w", {}, note=note)}
 
     segments = SimpleNamespace(fitting=lambda _: Failing(), settled=lambda receipt: receipt)
     runner = ShardsRunner(
@@ -276,9 +276,9 @@ def test_a_shard_in_hand_counts_the_steps_that_are_made_and_the_one_in_hand(reci
         def __init__(self) -> None:
             self._fallback = Fallback(torch.device("cpu"))
 
-        def made(self, segment: int, *_: Any, **__: Any) -> Receipt:
+        def made(self, segment: int, *_: Any, **__: Any) -> dict[int, Receipt]:
             seen.extend(runner.in_hand())
-            return Receipt(segment, 30, 10, 0.1, "w", {})
+            return {0: Receipt(segment, 30, 10, 0.1, "w", {})}
 
     class Sink(_Sink):
         def finish(self) -> None:
@@ -317,9 +317,9 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
         def __init__(self) -> None:
             self._fallback = Fallback(torch.device("cpu"))
 
-        def made(self, *_: Any, sink: Any, **__: Any) -> Receipt:
+        def made(self, *_: Any, sinks: Any, **__: Any) -> dict[int, Receipt]:
             for offset in (11, 12, 13):
-                sink.write_extent(orders[0].name + UNFINISHED, offset, memoryview(b"x"))
+                sinks[0].write_extent(orders[0].name + UNFINISHED, offset, memoryview(b"x"))
                 runner.abort()
             raise AssertionError
 
