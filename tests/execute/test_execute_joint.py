@@ -19,6 +19,7 @@ from kits.quantised_merges import entries
 from kits.quantised_models import deepseek_v3, gpt_oss, kimi_k2_thinking, three_formats
 from kits.recipe_maker import linear, slerp
 from kits.segment_bench import counted_buffers
+from kits.tensor_scaled_models import fp8_llama, fp8_mixture, nvfp4_llama
 
 from raymerge.api import plan, plan_sweep
 from raymerge.errors import NonFiniteError
@@ -120,10 +121,13 @@ MAKERS: Mapping[str, Callable[..., Any]] = {
     "INT4": kimi_k2_thinking,
     "MXFP4 stacks": gpt_oss,
     "three formats": three_formats,
+    "FP8 by tensor": fp8_llama,
+    "NVFP4": nvfp4_llama,
+    "experts under one scale": fp8_mixture,
 }
 
 
-@pytest.mark.parametrize("name", slow_but(MAKERS, "block FP8", "MXFP4 stacks"))
+@pytest.mark.parametrize("name", slow_but(MAKERS, "MXFP4 stacks", "NVFP4"))
 def test_codes_of_one_read_are_those_of_separate_merges(name: str, tmp_path: Path) -> None:
     parents = [MAKERS[name](tmp_path / str(seed), seed) for seed in (1, 2)]
     means = [

@@ -22,6 +22,7 @@ FINITE = "execute/test_execute_output.py"
 REPORT = "cli/test_cli_report_page.py verifier/test_verifier_observations.py"
 TRANSPLANT = "transplant/test_transplant.py"
 STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
+JOINT = "execute/test_execute_joint.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -806,5 +807,23 @@ MUTATIONS = (
         "n > 1 and size // n != block",
         "size // n != block",
         "planner/test_planner_loaders.py",
+    ),
+    # Several plans made of one read
+    Mutation("merge_plan/joint.py", "padded or op.joined_with or op", "padded or op", JOINT),
+    Mutation("merge_plan/joint.py", "own.append(before + numbers[key])", "own.append(numbers[key])", JOINT),
+    Mutation("merge_plan/joint.py", "leaves_inputs=position < last", "leaves_inputs=False", JOINT),
+    Mutation("merge_plan/joint.py", "return source\n    sizes", "return source.key\n    sizes", JOINT),
+    Mutation("methods/method.py", "if self._kernel.concludes_each:", "if False:", JOINT),
+    Mutation("methods/trim.py", 'without("weight", "lambda"', 'without("density", "lambda"', JOINT),
+    Mutation(
+        "execute/lane.py", "seed=self._lane_state.seeds[op.output]", "seed=self._lane_state.seeds[0]", JOINT
+    ),
+    Mutation("execute/lane.py", "if (op.output, op.index) in self._observed:", "if False:", JOINT),
+    Mutation("execute/segment.py", "if number not in failures}", "}", JOINT),
+    Mutation(
+        "merge_plan/segments.py",
+        "target * op.num_elements // max(1, op.nbytes)",
+        "target * op.num_elements // max(1, op.cost)",
+        JOINT,
     ),
 )
