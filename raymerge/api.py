@@ -33,6 +33,8 @@ from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.planner.suggestion.choice import Kind, Suggestion, arranged, choose, variants
 from raymerge.planner.suggestion.models import find_base, read_models
 from raymerge.planner.suggestion.text import write as suggestion_text
+from raymerge.publish import chunks
+from raymerge.publish.chunks import ChunksResult
 from raymerge.publish.finish import Provenance, read_record
 from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.publish.record import Journal
@@ -220,6 +222,7 @@ __all__ = [
     "AuditOptions",
     "AuditVerdict",
     "Check",
+    "ChunksResult",
     "Combination",
     "Comparison",
     "ExtractOptions",
@@ -265,6 +268,7 @@ __all__ = [
     "transplantation",
     "verify",
     "verify_load",
+    "write_chunks",
 ]
 
 RecipeLike = AnyRecipe | Mapping[str, object] | str | Path
@@ -485,6 +489,17 @@ def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
     ``to`` is a format of ``out_format``, or several ``SELECTOR:FORMAT`` of which the first that matches a
     tensor holds; a selector is a role or a glob. RecipeError with all faults."""
     return conversion_recipe(str(model), (to,) if isinstance(to, str) else to)
+
+
+def write_chunks(model: str | Path, like: str | Path, output: str | Path) -> ChunksResult:
+    """Write a model as a training checkpoint in the chunks of another, ``like``, whose state it keeps.
+
+    Raises:
+        OptionError: ``like`` is no training checkpoint on this machine, or ``output`` is there already.
+        PlanError: the model's tensors are not those of ``like``.
+        CheckpointError: one of them is absent or broken.
+        VerificationError: what was written is not the model; there is no output."""
+    return chunks.write_chunks(_opened(model), os.path.expanduser(str(like)), Path(output).expanduser())
 
 
 def transplantation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -12,13 +13,19 @@ from raymerge.cli import options as shared
 from raymerge.cli.messages import command
 from raymerge.cli.render.screen import make_console, own_stdout
 from raymerge.cli.running import Request, rehearse, run, terminable
+from raymerge.errors import OptionError, Problem
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
+from raymerge.units import format_size
 
 _TO_HELP = (
     "How numbers are stored: same, bf16, fp8_block, fp8_channel, fp8_tensor, mxfp8, mxfp4, nvfp4, "
     "nvfp4_modelopt or int4; for a role or a pattern of names as in --to attention:bf16 "
     "--to '*.experts.*:same'. The first that speaks of a tensor holds."
+)
+_LIKE_HELP = (
+    "A training checkpoint in chunks (torch's .metadata and *.distcp, Megatron's torch_dist): the model's "
+    "tensors are written in its files and chunks, and all else is as there."
 )
 
 
@@ -30,9 +37,10 @@ def convert(
         str, typer.Option("--output", "-o", metavar="OUT", help="Directory of the new checkpoint.")
     ],
     to: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option("--to", metavar="[SELECTOR:]FORMAT", help=_TO_HELP, autocompletion=completion.formats),
-    ],
+    ] = None,
+    like: Annotated[str | None, typer.Option(metavar="DIR", help=_LIKE_HELP)] = None,
     workers: shared.Workers = None,
     threads: shared.Threads = None,
     memory: shared.Memory = None,
@@ -44,9 +52,9 @@ def convert(
     dry_run: shared.DryRun = False,
     as_json: shared.EventsAsJson = False,
 ) -> int:
-    """Store a model's numbers in other formats, verify and publish: a merge of one model.
+    """Store a model's numbers in other formats (--to), or as a training checkpoint (--like DIR).
 
-    A stopped run goes on by the same command."""
+    Verified and published like a merge. A stopped run goes on by the same command, but for --like."""
     flags = shared.given(
         workers=workers,
         threads=threads,
@@ -58,9 +66,33 @@ def convert(
         replace=replace,
     )
     options = RunOptions(**flags)
+    if like is not None:
+        return _write_chunks(model, like, output, is_alone=not (to or flags or dry_run), as_json=as_json)
+    if not to:
+        raise OptionError(Problem("--to", "is missing.", "Say the format: --to bf16; or --like DIR."))
     with own_stdout(as_json=as_json) as out, terminable() as ending:
         with make_console(sys.stderr).status("reading headers"), heavy_imports():
             from raymerge.api import conversion
 
         request = Request(conversion(model, to), f"converting {model}", output, options, converted=model)
         return rehearse(request, out) if dry_run else run(request, out, ending)
+
+
+def _write_chunks(model: str, like: str, output: str, *, is_alone: bool, as_json: bool) -> int:
+    if not is_alone:
+        what = "writes chunks, in this process and as they are; only -o and --json go with it."
+        raise OptionError(Problem("--like", what, "Convert first, then write the chunks of the result."))
+    with own_stdout(as_json=as_json) as out:
+        with make_console(sys.stderr).status("writing chunks"), heavy_imports():
+            from raymerge.api import write_chunks
+
+            result = write_chunks(model, like, output)
+        if as_json:
+            out.json(asdict(result))
+        else:
+            size = f"{result.tensors} tensors, {format_size(result.nbytes)}, in {result.chunks} chunks"
+            out.console.print(f"done: {result.output}", highlight=False)
+            out.console.print(
+                f"  {size}; {result.left} entries of the training are those of {like}", highlight=False
+            )
+    return 0

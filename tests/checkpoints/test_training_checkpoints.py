@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +28,11 @@ from kits.training_checkpoint import (
     state_of,
     write_metadata,
 )
+from safetensors.torch import load_file
 
-from raymerge.api import AuditOptions, audit, plan
+from raymerge.api import AuditOptions, audit, plan, verify, write_chunks
 from raymerge.checkpoints.source import open_checkpoint
-from raymerge.errors import CheckpointError
+from raymerge.errors import CheckpointError, OptionError, PlanError
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.storage.open import open_store
 
@@ -200,6 +203,51 @@ def test_chunks_on_an_object_store_give_the_same_bytes(tmp_path: Path) -> None:
     assert near.read_bytes() == far.read_bytes()
 
 
+# Written in chunks
+
+
+@pytest.mark.parametrize("as_safetensors", [False, True])
+def test_a_merge_is_written_as_the_training_saved_it(as_safetensors: bool, tmp_path: Path) -> None:
+    entries = {"optimizer": {"lr": 0.5}}
+    form: dict[str, Any] = {"entries": entries, "files": 12, "as_safetensors": as_safetensors}
+    roots = [save_chunks(tmp_path / f"m{seed}", tensors_of(seed), BOXES, **form) for seed in (1, 2)]
+    (roots[0] / "common.pt").write_bytes(b"common")
+    merged = merge_here(mean_of(*roots), tmp_path / "merged")
+    done = write_chunks(tmp_path / "merged", roots[0], tmp_path / "out")
+    assert (done.tensors, done.left) == (len(merged), 1)
+    found = opened_tensors(tmp_path / "out") if as_safetensors else load_whole(tmp_path / "out")
+    assert found.keys() == merged.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
+    for key in (".metadata", "common.pt"):
+        assert (tmp_path / "out" / key).read_bytes() == (roots[0] / key).read_bytes()
+    sizes = [
+        {each.name: each.stat().st_size for each in root.iterdir()} for root in (roots[0], tmp_path / "out")
+    ]
+    assert sizes[0] == sizes[1]
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_written_archives_have_right_checksums(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", tensors_of(1), BOXES)
+    merge(mean_of(root, save_chunks(tmp_path / "b", tensors_of(2), BOXES)), tmp_path / "merged")
+    write_chunks(tmp_path / "merged", root, tmp_path / "out")
+    for info in metadata_of(root).storage_data.values():
+        data = (tmp_path / "out" / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.testzip() is None
+
+
+def test_another_model_is_not_written(tmp_path: Path) -> None:
+    saved = tensors_of(1)
+    root = save_chunks(tmp_path / "a", saved, BOXES)
+    merge(mean_of(root, dtype="float16"), tmp_path / "merged")
+    with pytest.raises(PlanError, match=r"columns is F16 \[6, 10\], and F32 \[6, 10\] in"):
+        write_chunks(tmp_path / "merged", root, tmp_path / "out")
+    with pytest.raises(OptionError, match="no directory of a training checkpoint"):
+        write_chunks(tmp_path / "merged", tmp_path / "merged", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # Damage
 
 
@@ -360,3 +408,14 @@ def test_checkpoints_of_four_ranks_are_averaged(form: str, saved_by_ranks: Path,
     merged = merge_here(mean_of(*roots, dtype="float32"), tmp_path / "out")
     one, two = state_of(1), state_of(2)
     check_close(merged, {name: one[name].float() * 0.5 + two[name].float() * 0.5 for name in one})
+
+
+@pytest.mark.slow
+def test_what_four_ranks_saved_is_merged_and_loaded_by_two(saved_by_ranks: Path, tmp_path: Path) -> None:
+    roots = [saved_by_ranks / f"archives-{seed}" for seed in (1, 2)]
+    merged = merge_here(mean_of(*roots), tmp_path / "merged")
+    write_chunks(tmp_path / "merged", roots[0], tmp_path / "out")
+    by_ranks("load", 2, tmp_path, [tmp_path / "out"])
+    loaded = load_file(tmp_path / "loaded-out.safetensors")
+    assert loaded.keys() == merged.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in merged.items())

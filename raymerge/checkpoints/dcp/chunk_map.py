@@ -57,23 +57,18 @@ class ChunkMap:
 
     def __init__(self, tensor: SavedTensor, files: Sequence[int], offsets: Sequence[int]) -> None:
         """``files`` and ``offsets``: where the elements of each chunk are."""
-        self.nbytes = tensor.nbytes
-        cut = max(
-            (
-                dim
-                for each in tensor.chunks
-                for dim, size in enumerate(each.sizes)
-                if size != tensor.shape[dim]
-            ),
-            default=0,
-        )
-        unit = tensor.dtype.nbytes(math.prod(tensor.shape[cut + 1 :]))
-        self._line = tensor.shape[cut] * unit
+        # A scalar is one line of one element.
+        shape = tensor.shape or (1,)
+        boxes = [(each.begin or (0,), each.sizes or (1,)) for each in tensor.chunks]
+        cuts = (dim for _, sizes in boxes for dim, size in enumerate(sizes) if size != shape[dim])
+        cut = max(cuts, default=0)
+        unit = tensor.dtype.nbytes(math.prod(shape[cut + 1 :]))
+        self._line = shape[cut] * unit
         rows = [
             run
-            for each, file, offset in zip(tensor.chunks, files, offsets, strict=True)
-            if math.prod(each.sizes)
-            for run in _runs(tensor.shape, each.begin, each.sizes, cut, unit, (file, offset))
+            for (begin, sizes), *place in zip(boxes, files, offsets, strict=True)
+            if math.prod(sizes)
+            for run in _runs(shape, begin, sizes, cut, unit, (place[0], place[1]))
         ]
         self._runs: _Ints = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
 
