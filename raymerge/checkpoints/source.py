@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ _MEND = "Mend the file, or copy it again from the place the weights come from."
 _COMPARE_NBYTES = 4 * 2**20
 # At most 18 digits at a time: Python refuses to read a number of thousands, and a name may hold one.
 _DIGITS = re.compile(r"([0-9]{1,18})")
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,15 +300,26 @@ def main_dtype(checkpoint: Checkpoint) -> DType:
 
 def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     """Sort key by which ``layers.2`` comes before ``layers.10``."""
-    pieces: list[str | int] = list(_DIGITS.split(name))
-    # Texts and digits take turns in the pieces, so that like is compared with like.
+    return _pieces(name), name
+
+
+def _pieces(text: str) -> tuple[str | int, ...]:
+    """Texts and numbers in turns, so that like is compared with like."""
+    pieces: list[str | int] = list(_DIGITS.split(text))
     pieces[1::2] = map(int, pieces[1::2])
-    return tuple(pieces), name
+    return tuple(pieces)
 
 
 def in_natural_order(tensors: Iterable[_Named]) -> dict[str, _Named]:
     """Tensors by name, in the order of ``natural_key``."""
-    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
+    pieces = cache(_pieces)
+
+    def key(tensor: _Named) -> tuple[tuple[str | int, ...], tuple[str | int, ...], str]:
+        # All experts of a block have one beginning, and those of all blocks the same ends.
+        block, experts, end = tensor.name.partition(_EXPERTS)
+        return pieces(block + experts), pieces(end), tensor.name
+
+    return {tensor.name: tensor for tensor in sorted(tensors, key=key)}
 
 
 def has_same_layout(first: Mapping[str, _Named], second: Mapping[str, StoredTensor | TensorSpec]) -> bool:

@@ -37,7 +37,15 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from raymerge.checkpoints.files import is_companion
-from raymerge.checkpoints.source import Checkpoint, main_dtype, natural_key, open_checkpoint, same_bytes
+from raymerge.checkpoints.header import TensorSpec
+from raymerge.checkpoints.source import (
+    Checkpoint,
+    in_natural_order,
+    main_dtype,
+    natural_key,
+    open_checkpoint,
+    same_bytes,
+)
 from raymerge.checkpoints.tokenizer import (
     AddedToken,
     TokenizerFiles,
@@ -272,6 +280,12 @@ class TestNaturalKey:
         backwards = names[::-1]
         assert ordered == sorted(backwards, key=natural_key)
         assert len({natural_key(name) for name in names}) == len(set(names))
+
+    @settings(deadline=None, max_examples=100)
+    @given(st.lists(st.lists(st.sampled_from(["a", "1", "12", ".", ".experts.", "experts"]), max_size=6)))
+    def test_is_the_order_of_tensors_with_and_without_experts(self, names: list[list[str]]) -> None:
+        tensors = [TensorSpec("".join(words), DType.F32, ()) for words in names]
+        assert list(in_natural_order(tensors)) == sorted({each.name for each in tensors}, key=natural_key)
 
 
 def _read(root: Path, tokenizer: dict[str, Any], **files: Any) -> TokenizerFiles:
