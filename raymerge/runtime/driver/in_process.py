@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raymerge.errors import OptionError
-from raymerge.merge_plan.tables import Plan
+from raymerge.merge_plan.plan import Plan, ints
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import reads_far
 from raymerge.planner.merges import PlannedMerge
@@ -49,6 +49,8 @@ def _is_small(
         return False
     if len(layouts := local_layouts(options)) > 1:
         return False
+    if sum(_least_written(merge.plan) for merge in last) > SMALL_SECONDS * _WRITE:
+        return False
     try:
         own = sum(_seconds(merge.plan, here, layout_of(here, (cores_here(),), 0)) for merge in last)
         on_ray = sum(_seconds(merge.plan, options, layouts[0]) for merge in last)
@@ -56,6 +58,12 @@ def _is_small(
         # It says itself what it lacks.
         return False
     return own <= min(on_ray + RAY_SECONDS, SMALL_SECONDS)
+
+
+def _least_written(plan: Plan) -> int:
+    """Bytes that are written at least: told at once, where a large merge is simulated for some time."""
+    copy_of, made_with, nbytes = (ints(plan["ops"], name) for name in ("copy_of", "made_with", "nbytes"))
+    return int(nbytes[(copy_of < 0) & (made_with < 0)].sum())
 
 
 def _is_left_open(options: RunOptions) -> bool:
