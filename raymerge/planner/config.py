@@ -347,10 +347,11 @@ class _Quantisation:
 
     def _with_plain(self, config: Mapping[str, Any], declared: Declared) -> dict[str, Any]:
         result = copy.deepcopy(dict(config))
-        is_replaced = any(declared.plain.lists(module) for module in self._packed)
+        known = {name.removesuffix(_WEIGHT) for name in self._known}
+        # What the donor has as codes it does not list: that was refused when they were looked for.
+        is_replaced = any(declared.plain.lists(module) for module in self._packed.keys() - known)
         modules = self._plain_matrices() if is_replaced else self._freed(declared)
         modules += self._plain_experts(self._outputs if is_replaced else (), modules)
-        known = {name.removesuffix(_WEIGHT) for name in self._known}
         for table, section in _tables(result) if modules or is_replaced else ():
             if method := method_of(section[table]):
                 _list_plain(section[table], method, modules, replaced=is_replaced)
@@ -361,7 +362,7 @@ class _Quantisation:
         before = self._donor.checkpoint.tensors.keys() - self._known.keys()
         named = [each for each in self._outputs if each.packed is None and each.name not in before]
         plain = [_module(each) for each in named if each.dtype.is_mergeable]
-        alike = {_NUMBER.sub(".*", name.removesuffix(_WEIGHT)) for name in self._known}
+        alike = {_NUMBER.sub(".*", name.removesuffix(_WEIGHT)) for name in self._known} if plain else ()
         return [each for each in plain if _NUMBER.sub(".*", each) in alike and not declared.plain.lists(each)]
 
     def _plain_matrices(self) -> list[str]:
