@@ -14,8 +14,11 @@ from raymerge.merge_plan.expressions import Output
 
 def loader_notes(outputs: Sequence[Output], rules: Rules) -> Iterator[str]:
     """A sentence for each loader and reason: the tensors, what becomes of them, why and what helps."""
-    for rule in (*_LOADER_RULES, *(_leaves_out(*each) for each in rules.left_out)):
-        concerned = [output for output in outputs if rule.concerns(_Loaded(output, rules))]
+    of_blocks = [each for each in outputs if each.packed and each.packed.quant_spec.format == FP8_BLOCK]
+    of_names = [_leaves_out(*each) for each in rules.left_out]
+    for rule in (*_RULES_OF_BLOCKS, *of_names):
+        possible = outputs if rule in of_names else of_blocks
+        concerned = [output for output in possible if rule.concerns(_Loaded(output, rules))]
         if concerned:
             first = concerned[0]
             example = f"{len(concerned)} tensors ({first.name} {list(first.shape)})"
@@ -36,11 +39,9 @@ class _Loaded(NamedTuple):
 
     @property
     def sides(self) -> tuple[_Side, ...]:
-        """Rows and columns; () for what is not in FP8 by blocks."""
-        packed = self.output.packed
-        if packed is None or packed.quant_spec.format != FP8_BLOCK:
-            return ()
-        spec = packed.quant_spec
+        """Rows and columns."""
+        assert self.output.packed is not None
+        spec = self.output.packed.quant_spec
         return tuple(map(_Side, spec.shape[-2:], spec.grid, spec.block))
 
 
@@ -58,9 +59,9 @@ def _is_joined_within_a_block(loaded: _Loaded) -> bool:
     """Whether gate and up, one below the other, have another number of rows of scales than both together.
 
     A matrix of both has two rows of scales at least there."""
-    if not loaded.rules.is_out_in or not (sides := loaded.sides):
+    if not loaded.rules.is_out_in:
         return False
-    info, (rows, num_scales, block) = describe(loaded.output.name, loaded.rules), sides[0]
+    info, (rows, num_scales, block) = describe(loaded.output.name, loaded.rules), loaded.sides[0]
     apart = {"gate": 2, "up": 2, "gate_up": 1}.get(info.projection or "", 0)
     if info.part is not Role.EXPERT or not apart:
         return False
@@ -86,7 +87,7 @@ def _leaves_out(names: re.Pattern[str], loader: str) -> _LoaderRule:
     )
 
 
-_LOADER_RULES = (
+_RULES_OF_BLOCKS = (
     _LoaderRule(
         "transformers",
         _has_blocks_of_another_size,
