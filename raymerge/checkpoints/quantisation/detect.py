@@ -36,8 +36,10 @@ CACHE_SCALES = (
 # Of outputs, and of stacks of experts, whose names do not end with ".weight". Not "_output_scale" alone:
 # Gemma 3n has a weight "altup.correct_output_scale".
 _OTHER_SCALES = (".output_scale", ".output_global_scale", "_proj_output_scale")
+_ACTIVATION_SCALES = (*INPUT_SCALES, *CACHE_SCALES, *_OTHER_SCALES)
 
 SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".scales")
+_BESIDE_CODES = (*SCALE_ENDINGS, ".weight_shape")
 CORRUPT = "Download or copy the checkpoint again, or use one that is converted to bfloat16."
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -51,7 +53,7 @@ _MEND_CONFIG = _MEND.format(_CONFIG)
 
 def is_activation_scale(name: str) -> bool:
     """Whether a tensor of a quantised model is a scale of what it computes; others may use the words."""
-    return name.endswith((*INPUT_SCALES, *CACHE_SCALES, *_OTHER_SCALES))
+    return name.endswith(_ACTIVATION_SCALES)
 
 
 def is_divisor(name: str) -> bool:
@@ -272,7 +274,7 @@ class Search:
 
     def _report_lone_scales(self, methods: Sequence[QuantMethod]) -> None:
         for name, tensor in self.stored.items():
-            if not name.endswith((*SCALE_ENDINGS, ".weight_shape")) or name in self._members:
+            if name in self._members or not name.endswith(_BESIDE_CODES):
                 continue
             codes = next((codes for each in methods if (codes := each.codes_of(tensor))), ())
             if not codes or name in self._unknown or not self._reported.isdisjoint((name, *codes)):

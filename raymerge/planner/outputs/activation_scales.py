@@ -69,9 +69,10 @@ class ActivationScales:
         """The scale of the inputs of ``output`` where the lead ``source`` declares one and lacks it, from the
         members that have it; else nothing."""
         module = packed.name.removesuffix(_WEIGHT)
-        is_there = any(name.endswith(INPUT_SCALES) for name in packed.others)
-        declared = None if is_there or chosen is None else self._declared(source).of(module)
+        declared = None if chosen is None else self._declared(source).of(module)
         if chosen is None or declared is None or not declared.scales_inputs:
+            return
+        if any(name.endswith(INPUT_SCALES) for name in packed.others):
             return
         for member, matrix in chosen.members:
             own = self._sources[member.source].checkpoint.packed.get(matrix)
