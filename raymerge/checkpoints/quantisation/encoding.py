@@ -191,6 +191,8 @@ class QuantisedWeight:
         """Name of the whole tensor's stored scale; None where only blocks have scales."""
         if self.quant_spec.format.tensor_scale == "only":
             return self.scales
+        if not self.others:
+            return None
         ending = self.quant_spec.format.parts.get("tensor_scale")
         whole = f"{self.name}{ending}"
         return whole if ending and whole in self.others else None
@@ -271,6 +273,11 @@ class QuantSpec:
     def num_elements(self) -> int:
         """Padding included."""
         return prod(self.shape)
+
+    @cached_property
+    def whole_scales_nbytes(self) -> int:
+        """Bytes of the scales of all blocks."""
+        return self.num_matrices * self.grid[0] * self.encoding.scales_nbytes(self.columns)
 
     @cached_property
     def encoding(self) -> Encoding:

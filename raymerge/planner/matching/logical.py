@@ -116,7 +116,8 @@ class LogicalTensors:
     def logical_name(self, name: str) -> str:
         if name not in self._names:
             canonical = self._canonical.of(name, self.infos[name])
-            if self._half_split_heads(self._source.checkpoint.tensors[name]) < 0:
+            halves = self._source.rules.half_split
+            if halves and self._half_split_heads(self._source.checkpoint.tensors[name]) < 0:
                 canonical = name
             # Of equal texts one is kept.
             self._names[name] = name if canonical == name else canonical
@@ -418,18 +419,19 @@ def scales_of_run(
     the run has one alone.
 
     Raises ValueError: it begins or ends elsewhere."""
-    encoding = quant_spec.encoding
-    first, last = (_scale_rows_before(quant_spec, each) for each in (start, start + count))
-    per_scale_row = encoding.scales_nbytes(quant_spec.columns)
-    offset = stored.offset + first * per_scale_row if first else stored.offset
-    nbytes = (last - first) * per_scale_row
-    # Of equal numbers one is kept.
-    nbytes = stored.nbytes if nbytes == stored.nbytes else nbytes
-    scales = Scales(encoding, quant_spec.columns, stored.key, offset, nbytes)
-    size = quant_spec.rows * quant_spec.columns
+    encoding, columns = quant_spec.encoding, quant_spec.columns
+    offset, nbytes = stored.offset, quant_spec.whole_scales_nbytes
+    if count != quant_spec.num_elements:
+        first, last = (_scale_rows_before(quant_spec, each) for each in (start, start + count))
+        per_scale_row = encoding.scales_nbytes(columns)
+        offset, nbytes = offset + first * per_scale_row, (last - first) * per_scale_row
+    scales = Scales(encoding, columns, stored.key, offset, nbytes)
+    if of_tensor is None:
+        return scales
+    size = quant_spec.rows * columns
     matrix = 0 if quant_spec.format.scales_stack else start // size
     is_of_several = start + count > (matrix + 1) * size and not quant_spec.format.scales_stack
-    if of_tensor is None or is_of_several:
+    if is_of_several:
         return scales
     place = of_tensor.offset + of_tensor.dtype.nbytes(matrix)
     return scales._replace(tensor_key=of_tensor.key, tensor_offset=place)
