@@ -207,6 +207,9 @@ def _segment_target(total_nbytes: int) -> int:
 
 def _cut(op: Op, target: int) -> Iterator[tuple[int, Op]]:
     """A long op in pieces with the index of their first element, where its method allows any cut."""
+    if 2 * op.nbytes <= target:
+        yield 0, op
+        return
     unit = _unit(op)
     step = max(unit, target * op.num_elements // max(1, op.nbytes) // unit * unit)
     if not (op.num_elements > step and op.is_flat and _fills_bytes(op, unit) and _divides(op)):

@@ -161,12 +161,13 @@ def _op_rows(ops: Sequence[PlacedOp], expressions: Sequence[int]) -> Iterator[Se
         if placed.made_with >= 0:
             made[placed.op.expression.method][placed.made_with] = number
     first_part, first_input = 0, 0
-    for number, (placed, expression) in enumerate(zip(ops, expressions, strict=True)):
+    numbered = enumerate(zip(ops, expressions, *made.values(), strict=True))
+    for number, (placed, expression, *made_with_it) in numbered:
         op = placed.op
         yield (
             *(placed.tensor, placed.shard, placed.offset, op.nbytes, placed.first_element),
             *(op.num_elements, expression, op.is_flat, placed.copy_of, placed.made_with),
-            *(numbers[number] for numbers in made.values()),
+            *made_with_it,
             *(placed.joined_with, also.get(number, ())),
             *(first_part, len(op.parts), first_input, len(op.reads)),
         )
