@@ -357,9 +357,10 @@ class OutputBuilder:
 
     def _settle_held(self, aligned: Aligned, use: Use = Use.DROPPED, rule: Rule = Rule.NOT_CHOSEN) -> None:
         """Settle what members have for an output, where no use of it says more."""
+        disposition = Disposition(use, rule, aligned.output)
         for store, name in self._held(aligned):
             if use is not Use.DROPPED or name not in self.dispositions.settled[store]:
-                self.dispositions.settle(store, name, Disposition(use, rule, aligned.output))
+                self.dispositions.settle(store, name, disposition)
 
     def _from_lead(
         self,
@@ -551,6 +552,7 @@ class OutputBuilder:
 
 
 _EVERYTHING: tuple[dict[str, object], ...] = ({}, {"filter": "*"})
+_NONE: frozenset[Selector] = frozenset()
 
 
 class Selectors:
@@ -568,7 +570,8 @@ class Selectors:
         return bool(self._by_name)
 
     def matching(self, subject: Subject) -> frozenset[Selector]:
-        return frozenset([each for each in self._by_name if each.matches(subject)])
+        matching = [each for each in self._by_name if each.matches(subject)]
+        return frozenset(matching) if matching else _NONE
 
     def see(self, subjects: Iterable[Subject]) -> None:
         if self._unmatched:
