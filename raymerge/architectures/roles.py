@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from raymerge.architectures.rules import (
@@ -89,13 +90,16 @@ def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
 
 def _numbers(names: Iterable[str], rules: Rules) -> dict[str, _Seen]:
     by_prefix: dict[str, _Seen] = defaultdict(lambda: _Seen(set(), set()))
+    # The experts of all blocks have the same words behind theirs.
+    is_mtp = cache(lambda text: not rules.mtp.isdisjoint(text.split(".")))
     for name, place in layers_of(names):
         if place is None:
             continue
         prefix, number = place
         seen = by_prefix[prefix]
         seen.numbers.add(number)
-        if number not in seen.mtp_numbers and not rules.mtp.isdisjoint(name.split(".")):
+        block, _, end = name.partition(".experts.")
+        if is_mtp(block) or is_mtp(end):
             seen.mtp_numbers.add(number)
     return by_prefix
 

@@ -178,7 +178,7 @@ class Checkpoint(Holding):
         return bool(self.packed)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        packed = self.packed.get(name)
+        packed = None if self.packs is None else self.packs.tensors.get(name)
         return (name,) if packed is None else packed.stored
 
     def whole(self, stored: str) -> str:

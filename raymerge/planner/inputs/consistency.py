@@ -161,10 +161,12 @@ def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator
     others = set(_nested_sizes(checkpoint.config, "vocab"))
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for name, tensor in checkpoint.tensors.items():
+        is_known = name in (pair.embedding, pair.head) or not name.endswith((".weight", ".bias"))
+        if is_known or not tensor.shape or tensor.shape[0] in others:
+            continue
         # Tensors of many layers and experts whose names differ in numbers alone are looked at once.
         key = _NUMBER.sub(".", name), tensor.shape
-        is_known = name in (pair.embedding, pair.head) or not name.endswith((".weight", ".bias"))
-        if is_known or key in seen or not tensor.shape or tensor.shape[0] in others:
+        if key in seen:
             continue
         seen.add(key)
         info = describe(name, rules)

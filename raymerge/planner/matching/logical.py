@@ -77,6 +77,7 @@ class LogicalTensors:
         like = next((each for each in others if each._describes(source)), None)
         described = {} if like else {n: self._reader.describe(n) for n in source.checkpoint.tensors}
         self.infos: Mapping[str, TensorInfo] = like.infos if like else described
+        self._stored: Mapping[str, StoredTensor] = source.checkpoint.stored
         self._packed: Mapping[str, QuantisedWeight] = source.checkpoint.packed
         self._canonical = CanonicalNames(source.rules)
         self._names: dict[str, str] = like._names if like and not source.rules.half_split else {}
@@ -317,7 +318,7 @@ class LogicalTensors:
 
     def _scales(self, tensor: StoredTensor, start: int, count: int) -> Scales | None:
         """The scales of a run of codes; it must begin and end at a matrix's scale rows."""
-        stored, packed = self._source.checkpoint.stored, self._packed.get(tensor.name)
+        stored, packed = self._stored, self._packed.get(tensor.name)
         if packed is None:
             return None
         of_tensor = None if packed.tensor_scale is None else stored[packed.tensor_scale]
