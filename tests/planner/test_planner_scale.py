@@ -39,7 +39,7 @@ from kits.recipe_maker import linear, piece, stack
 from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shards
 from raymerge.dtypes import DType
 from raymerge.merge_plan.memory import project
-from raymerge.merge_plan.plan import input_bytes
+from raymerge.merge_plan.plan import SCHEMAS, input_bytes
 from raymerge.planner.inputs.sources import open_models
 from raymerge.planner.matching import logical
 from raymerge.planner.merges import build_plan, plan_merges
@@ -332,3 +332,30 @@ def test_fused_stacks_are_read_once_and_with_the_usual_memory(
     num_made = sum(each < 0 for each in plan["ops"].column("made_with").to_pylist())
     cut = plan["segments"].num_rows + len(specs)
     assert num_made <= (cut if method == "linear" else 30_000)
+
+
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_experts_made_as_the_first_are_as_each_by_itself(tmp_path: Path, is_coded: bool) -> None:
+    """Where a selector may tell tensors apart by name, each is looked at, even if it matches none."""
+    odd = "model.layers.1.block_sparse_moe.experts.1.w1.weight"
+    config, specs = {**K3_CONFIG, "num_experts": 3, "num_hidden_layers": 4}, kimi_k3_specs(3)
+    specs[4:93] = []
+    if not is_coded:
+        config.pop("quantization_config")
+        specs = [[_plain(each) for each in file if not each.name.endswith("_scale")] for file in specs]
+    of_layer = [each for each in specs[1] if not each.name.startswith(odd)]
+    other = TensorSpec(odd, DType.BF16 if is_coded else DType.F32, (1600, 7168))
+    mixed = [specs[0], [*of_layer, other], *specs[2:]]
+    models = [
+        sparse_checkpoint(tmp_path / "a", mixed, config),
+        sparse_checkpoint(tmp_path / "b", specs, config),
+    ]
+    named = {"weight": [{"filter": "no such tensor", "value": 0.25}, {"value": 1.0}]}
+    alike, alone = (good(linear(*models, **more)).plan for more in ({}, {"parameters": named}))
+    assert all(alike[name].equals(alone[name]) for name in SCHEMAS)
+
+
+def _plain(spec: TensorSpec) -> TensorSpec:
+    """Codes as the numbers that they stand for."""
+    name = spec.name.removesuffix("_packed")
+    return spec if name == spec.name else TensorSpec(name, DType.BF16, (spec.shape[0], spec.shape[1] * 2))

@@ -520,6 +520,10 @@ class InputResolver:
         instead = whole_place(replaced)._replace(half_split_heads=place.half_split_heads)
         return ResolvedInput(laid.store, instead, factor, adapter)
 
+    def plain_read(self, source: int, tensor: StoredTensor) -> Read:
+        """The read of all of a tensor that is stored alone, and neither changed nor replaced."""
+        return ResolvedInput(source, self.logical[source].whole(tensor)).read(0)
+
     def whole(self, source: int, name: str) -> ResolvedInput | None:
         """All of a stored tensor; None where it is not stored, changed or replaced."""
         stored = self.stored(source, name)

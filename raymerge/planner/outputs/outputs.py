@@ -14,7 +14,7 @@ from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
-from raymerge.merge_plan.expressions import Op, Output, QuantisedOutput, constant_expression
+from raymerge.merge_plan.expressions import Op, Output, Part, QuantisedOutput, constant_expression
 from raymerge.methods import Settings
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import holdings
@@ -44,6 +44,7 @@ from raymerge.recipes.schema import Recipe
 from raymerge.recipes.settings import Conditional, Selector, Subject, plain_selector
 
 _SHAPE_DTYPE = DType.I64
+_WEIGHT = ".weight"
 
 
 def fresh_parts(
@@ -117,6 +118,11 @@ class OutputBuilder:
         self.formats = OutFormats(recipe, resolver.logical, self._main, findings)
         self._coded: dict[str, Aligned] = {}
         self.selectors = Selectors(recipe)
+        chooses_by_name = recipe.out_format is not None and recipe.out_format.is_by_name
+        self._is_by_name = self.selectors.are_by_name or chooses_by_name
+        self._tensors = [source.checkpoint.tensors for source in resolver.sources]
+        self._packed = [source.checkpoint.packed for source in resolver.sources]
+        self._alike: dict[tuple[object, ...] | None, tuple[Output, Sequence[tuple[int, Disposition]]]] = {}
         self._binders: dict[tuple[FieldPath, int], Binder] = {}
         # The latest settings that their method has no objection to: mostly those of the next tensor too.
         self._sound: Settings | None = None
@@ -124,12 +130,60 @@ class OutputBuilder:
 
     def output(self, aligned: Aligned) -> Output | None:
         """None with a finding that says why."""
-        made = self._make(aligned)
+        kind = self._kind(aligned)
+        alike = self._alike.get(kind)
+        made = self._make(aligned) if alike is None else self._made_as(*alike, aligned)
+        if alike is None and kind is not None and made is not None and self._is_pattern(made):
+            self._alike[kind] = made, self._uses(aligned)
         if made is None:
             self._settle_held(aligned, Use.MERGED, Rule.METHOD)
         elif made.packed is not None:
             self._coded[made.name] = aligned
         return made
+
+    def _kind(self, aligned: Aligned) -> tuple[object, ...] | None:
+        """What an expert's matrix has in common with those of others that are made in the same way; None
+        where its number may tell it apart."""
+        lead, span = aligned.lead, aligned.span
+        is_expert = self._logical[span.lead.source].infos[lead].expert is not None and lead.endswith(_WEIGHT)
+        is_same = aligned.output == lead and aligned.names == (lead,) * len(span.members)
+        if self._is_by_name or not (is_expert and is_same):
+            return None
+        block, _, numbered = lead.partition(".experts.")
+        kind: list[object] = [span.path, block, numbered.partition(".")[2]]
+        for member in span.members if span.lead in span.members else (span.lead, *span.members):
+            source = member.source
+            tensor, packed = self._tensors[source].get(lead), self._packed[source].get(lead)
+            is_simple = self._plain.are_plain[source] if packed is None else not packed.others
+            if tensor is None or not is_simple or source in self._resolver.changed:
+                return None
+            kind += (tensor.dtype, tensor.shape, None if packed is None else id(packed.quant_spec))
+        return tuple(kind)
+
+    def _is_pattern(self, made: Output) -> bool:
+        """Whether all of its kind are made by one op, as it is; not where a finding counts those like it."""
+        is_read_alone = all(read.gather is None for op in made.ops for read in op.reads)
+        is_computed = not any(op.expression.is_copy for op in made.ops)
+        return len(made.ops) == 1 and is_read_alone and is_computed and self.findings.is_empty
+
+    def _uses(self, aligned: Aligned) -> list[tuple[int, Disposition]]:
+        """What was settled of the tensors of an output, by the sources that have them."""
+        sources = dict.fromkeys(member.source for member in aligned.span.members)
+        first_parts = [(each, self._sources[each].checkpoint.parts(aligned.lead)[0]) for each in sources]
+        return [(source, self.dispositions.settled[source][part]) for source, part in first_parts]
+
+    def _made_as(self, alike: Output, uses: Sequence[tuple[int, Disposition]], aligned: Aligned) -> Output:
+        """The output of a matrix that is made as another one of its kind."""
+        name, (op,), lead = aligned.output, alike.ops, aligned.span.lead.source
+        for source, use in uses:
+            self.dispositions.settle(source, name, Disposition(use.use, use.rule, name))
+        part = Part(self._logical[lead].logical_name(name), *op.parts[0][1:])
+        reads = [
+            self._resolver.plain_read(each.source, self._tensors[each.source][name]) for each in op.reads
+        ]
+        made = Op(op.num_elements, op.expression, (part,), tuple(reads))
+        written = OutputEncoding(alike.dtype, None if alike.packed is None else alike.packed.quant_spec)
+        return self._computed(aligned, self._tensors[lead][name], written, (made,))
 
     def made_anew(self, name: str) -> Output | None:
         return self._make(self._coded[name], may_copy=False)
