@@ -151,6 +151,8 @@ class Search:
             for tensor in self.stored.values():
                 if tensor.dtype in _NUMBERS and not tensor.name.endswith("_packed"):
                     continue
+                if tensor.name in self._members:
+                    continue
                 method = next((each for each in methods if each.are_codes(tensor, self.stored)), None)
                 if method is not None:
                     method.add(self, tensor)
