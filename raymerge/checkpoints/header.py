@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -216,7 +217,7 @@ PYTORCH_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
 # What a header holds beside its tensors: its length, the usual metadata and the padding.
 _MOST_LISTED_NBYTES = MAX_HEADER_NBYTES - 2 * DATA_ALIGNMENT_NBYTES
 _BESIDE_NAME = ':{"dtype":"","shape":,"data_offsets":[,]},'
-_JSON = json.JSONEncoder(ensure_ascii=False)
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # Widest first, so that every tensor is aligned to its elements. DType is declared in the format's order.
 _RANK = {dtype: -position for position, dtype in enumerate(DType)}
 
@@ -267,9 +268,9 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH
             raise ValueError(f"the tensor name {spec.name!r} {reason}")
         seen.add(spec.name)
     ordered = sorted(tensors, key=lambda spec: (_RANK[spec.dtype], spec.name))
-    known: dict[int, int] = {}
     # Of equal numbers one is kept.
-    sizes = [known.setdefault(nbytes, nbytes) for nbytes in (spec.nbytes for spec in ordered)]
+    nbytes_of = cache(_sizes)
+    sizes = [nbytes_of(spec.dtype, spec.shape)[0] for spec in ordered]
     begins, end = [], 0
     for nbytes in sizes:
         begins.append(end)
@@ -291,8 +292,10 @@ def split_into_shards(specs: Sequence[TensorSpec], shard_size: int) -> tuple[tup
     shards: list[tuple[TensorSpec, ...]] = []
     current: list[TensorSpec] = []
     filled = listed = 0
+    sizes = cache(_sizes)
     for spec in specs:
-        nbytes, entry = spec.nbytes, _entry_nbytes(spec)
+        nbytes, entry = sizes(spec.dtype, spec.shape)
+        entry += len(_JSON.encode(spec.name).encode())
         # Two offsets for each tensor, with as many digits as the last one at most.
         offsets = 2 * len(str(filled + nbytes)) * (len(current) + 1)
         is_full = shard_size and filled + nbytes > shard_size
@@ -318,23 +321,28 @@ def weight_map_json(weight_map: Mapping[str, str], total_size: int) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 
-def _entry_nbytes(spec: TensorSpec) -> int:
-    """Upper bound of a tensor's bytes in the header, without the digits of its offsets."""
-    name = len(_JSON.encode(spec.name).encode("utf-8"))
-    return name + len(_BESIDE_NAME) + len(spec.dtype) + len(str(spec.shape))
+def _sizes(dtype: DType, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of a tensor, and of its entry in the header at most, without its name and offsets."""
+    return dtype.nbytes(math.prod(shape)), len(_BESIDE_NAME) + len(dtype) + len(str(shape))
+
+
+def _described(dtype: DType, shape: tuple[int, ...]) -> str:
+    """What a header says of a tensor, up to its offsets."""
+    return _JSON.encode({"dtype": dtype.value, "shape": shape, "data_offsets": 0}).removesuffix("0}")
 
 
 def _header(
     ordered: Sequence[TensorSpec], begins: Sequence[int], sizes: Sequence[int], metadata: Mapping[str, str]
 ) -> bytes:
-    entries: dict[str, object] = {METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
-    for spec, begin, nbytes in zip(ordered, begins, sizes, strict=True):
-        entries[spec.name] = {
-            "dtype": spec.dtype.value,
-            "shape": spec.shape,
-            "data_offsets": (begin, begin + nbytes),
-        }
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    described = cache(_described)
+    entries = (
+        [f"{_JSON.encode(METADATA_KEY)}:{_JSON.encode(dict(sorted(metadata.items())))}"] if metadata else []
+    )
+    entries += [
+        f"{_JSON.encode(spec.name)}:{described(spec.dtype, spec.shape)}[{begin},{begin + nbytes}]}}"
+        for spec, begin, nbytes in zip(ordered, begins, sizes, strict=True)
+    ]
+    text = f"{{{','.join(entries)}}}".encode()
     length = len(text) + -(_LENGTH_NBYTES + len(text)) % DATA_ALIGNMENT_NBYTES
     if length > MAX_HEADER_NBYTES:
         raise ValueError(f"a header of {length} bytes is above the format's limit of {MAX_HEADER_NBYTES}")
