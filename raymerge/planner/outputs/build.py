@@ -80,12 +80,13 @@ def _stored_disposition(
     disposition: Disposition,
     packed: Mapping[str, QuantisedOutput],
 ) -> Disposition:
-    output = packed.get(disposition.output)
-    if output is None:
+    use, rule, output = disposition
+    made = packed.get(output)
+    if made is None:
         return disposition
-    alike = part_name(dispositions.whole(source, name), name, disposition.output)
-    is_part = alike in (output.codes, output.scales) or alike in output.names
-    return Disposition(disposition.use, disposition.rule, alike if is_part else output.codes)
+    alike = part_name(dispositions.whole(source, name), name, output)
+    is_part = alike == made.codes or alike == made.scales or alike in made.names
+    return Disposition(use, rule, alike if is_part else made.codes)
 
 
 def _stored(output: Output) -> Iterator[Output]:
