@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raymerge.api import report as report
     from raymerge.api import report_difference as report_difference
     from raymerge.api import submit as submit
+    from raymerge.api import submit_sweep as submit_sweep
     from raymerge.api import suggest_recipe as suggest_recipe
     from raymerge.api import suggestion_text as suggestion_text
     from raymerge.api import transplantation as transplantation
@@ -51,6 +52,7 @@ __all__ = [
     "report",
     "report_difference",
     "submit",
+    "submit_sweep",
     "suggest_recipe",
     "suggestion_text",
     "transplantation",

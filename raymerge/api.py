@@ -53,7 +53,15 @@ from raymerge.recipes.load import (
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import Recipe
-from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping, joined_problems
+from raymerge.recipes.sweep import (
+    SweepDraft,
+    SweepOutput,
+    draft_sweep,
+    draft_sweep_mapping,
+    has_sweep_keys,
+    is_sweep_file,
+    joined_problems,
+)
 from raymerge.recipes.windows import RunFiles, local_directories
 from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
@@ -249,6 +257,7 @@ __all__ = [
     "diff",
     "extract_lora",
     "inspect",
+    "is_sweep",
     "merge_adapters",
     "merges_adapters",
     "plan",
@@ -343,6 +352,14 @@ class PlannedOutput(NamedTuple):
 
     output: SweepOutput
     merges: tuple[PlannedMerge, ...]
+
+
+def is_sweep(recipe: RecipesLike) -> bool:
+    """Whether ``submit_sweep`` applies rather than ``submit``: it has ``sweep`` or ``checkpoints``. Invalid
+    recipes count as far as readable."""
+    if isinstance(recipe, Mapping):
+        return has_sweep_keys(recipe)
+    return isinstance(recipe, str | Path) and is_sweep_file(recipe)
 
 
 def read_sweep(recipe: RecipesLike, options: RunOptions | None = None) -> tuple[SweepOutput, ...] | None:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from raymerge.cli.render.ending import Step
 from raymerge.storage.addresses import is_remote
@@ -30,6 +30,14 @@ def after_merge(
         yield Step(f"raymerge diff {shlex.quote(lead)} {place}", "how far it is from that parent, by role")
     else:
         yield Step(f"raymerge verify {place} --level audit", "recomputes samples from the sources")
+
+
+def after_sweep(output: str, names: Sequence[str]) -> Iterator[Step]:
+    places = [shlex.quote(f"{output.rstrip('/')}/{name}") for name in names]
+    yield Step(f"raymerge report {places[0]}", "a page of what the parents change")
+    yield Step(f"raymerge verify {places[0]} --level load", "loads it with transformers")
+    if len(places) > 1:
+        yield Step(f"raymerge diff {places[0]} {places[-1]}", "how far they are apart, by role")
 
 
 def after_conversion(output: str, model: str) -> Iterator[Step]:
@@ -65,9 +73,11 @@ def after_stop(output: str, *, is_begun: bool) -> Iterator[Step]:
 
 def after_sent(run: str, output: str, exit_code: int) -> Iterator[Step]:
     """``exit_code`` of a run that another machine carried out."""
+    from raymerge.checkpoints.source import CONFIG_FILE
+
     if exit_code:
         yield Step(f"raymerge logs {run}", "what it told")
-    elif is_remote(output) or os.path.isdir(output):
+    elif is_remote(output) or os.path.isfile(os.path.join(output, CONFIG_FILE)):
         yield from after_merge(output)
     else:
         yield Step(f"raymerge status {run}", f"its report; {output} is a place of the cluster's")

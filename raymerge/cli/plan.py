@@ -17,7 +17,8 @@ import typer
 from raymerge.cli.messages import looking, show_problems
 from raymerge.cli.options import AllAsJson, Memory, ProfileFile, RecipeFile, planned_options, read_memory
 from raymerge.cli.render.reports import Account, show_accounts
-from raymerge.cli.render.screen import make_console, own_stdout
+from raymerge.cli.render.screen import Output, make_console, own_stdout
+from raymerge.cli.render.sweeps import SweepAccount, show_sweep
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_alone
@@ -70,6 +71,8 @@ def plan(
     with own_stdout(as_json=as_json) as out:
         place = output or named or default_output(recipe)
         check_alone(place)
+        if is_sweep(recipe):
+            return _plan_sweep(recipe, place, options, out, cluster=cluster, tensors=tensors)
         accounts = explain_all(recipe, place, options, title=recipe)
         if cluster is not None:
             accounts = _simulated(accounts, cluster)
@@ -81,6 +84,21 @@ def plan(
         show_accounts(out.console, accounts, tensors=tensors)
         show_problems(make_console(sys.stderr), problems)
     return 2 if problems else 0
+
+
+def _plan_sweep(
+    recipe: str, place: str, options: RunOptions, out: Output, *, cluster: Cluster | None, tensors: bool
+) -> int:
+    if cluster is not None:
+        what = "runs of several outputs are not simulated."
+        raise OptionError(Problem("--simulate", what, "Leave it out, or plan one of the outputs alone."))
+    account = explain_sweep(recipe, place, options, title=recipe)
+    if out.as_json:
+        out.json({"recipe": recipe, **account.to_json(tensors=tensors)})
+    else:
+        show_sweep(out.console, account, tensors=tensors)
+        show_problems(make_console(sys.stderr), account.problems)
+    return 2 if account.problems else 0
 
 
 def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Cluster | None:
@@ -134,6 +152,49 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
             Account(merge, explanation, f"{title}{which}", is_made, steps=own_steps, is_in_process=is_here)
         )
     return tuple(accounts)
+
+
+def is_sweep(recipe: RecipesLike) -> bool:
+    with heavy_imports():
+        from raymerge.api import is_sweep
+
+    return is_sweep(recipe)
+
+
+def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, title: str) -> SweepAccount:
+    """The outputs of the sweep ``title``, how they are read, and the account of each."""
+    from raymerge.api import plan_sweep
+    from raymerge.merge_plan.joint import equal_tensors
+    from raymerge.publish.output_place import place_of
+    from raymerge.recipes.sweep import joined_problems
+    from raymerge.runtime.driver.chained_merges import digest_at, steps_problems
+    from raymerge.runtime.driver.in_process import run_options
+    from raymerge.runtime.driver.sweep_run import OutputMerges, read_groups
+
+    planned = plan_sweep(recipe, output, options)
+    outputs = [
+        OutputMerges(each.output.name, place_of(f"{output}/{each.output.name}", options), each.merges)
+        for each in planned
+    ]
+    chosen = run_options([each.merges for each in outputs], place_of(output, options), options)
+    accounts: list[Account] = []
+    for number, each in enumerate(outputs, start=1):
+        last, lacks = each.merges[-1], tuple(steps_problems(each.place, options, each.merges))
+        which = f"{title}, output {number} of {len(outputs)}: {each.name}"
+        is_made = isinstance(each.place, Path) and digest_at(each.place) == last.plan.digest
+        accounts.append(Account(last, _explained(last, chosen, lacks), which, is_made))
+    values, every = [each.output.values for each in planned], [each.explanation for each in accounts]
+    problems = joined_problems(values, [each.problems for each in every])
+    return SweepAccount(
+        title,
+        [each.output for each in planned],
+        outputs,
+        accounts,
+        () if problems else read_groups(outputs, [each.memory for each in every]),
+        problems,
+        equal_tensors([each.merges[-1].plan for each in outputs]) if not problems else (0, 0),
+        is_in_process=bool(chosen.inline and not options.inline),
+    )
 
 
 def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Problem]) -> Explanation:

@@ -8,24 +8,34 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from raymerge.cli.adapters import show_combination
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
-from raymerge.cli.next_steps import after_adapter, after_conversion, after_merge, after_rehearsal, after_stop
-from raymerge.cli.plan import explain_all
+from raymerge.cli.next_steps import (
+    after_adapter,
+    after_conversion,
+    after_merge,
+    after_rehearsal,
+    after_stop,
+    after_sweep,
+)
+from raymerge.cli.plan import explain_all, explain_sweep, is_sweep
 from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.reports import has_router, show_accounts, show_routing
 from raymerge.cli.render.screen import Output, counted, make_console
+from raymerge.cli.render.sweeps import show_sweep
 from raymerge.cli.render.tally import Tally
-from raymerge.errors import AskedError, IncompleteError
+from raymerge.errors import AskedError, IncompleteError, PlanError
 from raymerge.events import (
     Event,
     OnEvent,
+    OutputsPublished,
+    OutputsStarted,
     Planned,
     Published,
     RayEnded,
@@ -44,6 +54,8 @@ if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.api import RecipeLike
+Makes: TypeAlias = Literal["checkpoint", "adapter", "outputs"]
+"""What a recipe makes: one model, one adapter, or several models."""
 _LAST_SECONDS = 2.75
 """From SIGTERM to the end of the process, whatever is in hand: some schedulers kill after three."""
 
@@ -168,12 +180,12 @@ def shown_status(what: str, ending: Ending) -> Iterator[OnEvent]:
         yield show
 
 
-def run(request: Request, out: Output, ending: Ending, *, of_adapters: bool = False) -> int:
+def run(request: Request, out: Output, ending: Ending, *, makes: Makes = "checkpoint") -> int:
     ending.run = request.options.run
     ending.json_to = out.stream if out.as_json else None
     watched = _Watched()
     try:
-        _run(request, out, ending, watched, of_adapters=of_adapters)
+        _run(request, out, ending, watched, makes=makes)
     except KeyboardInterrupt as error:
         if not ending.is_done:
             _advise(error, request, watched)
@@ -192,12 +204,20 @@ class _Watched:
 
     lead: str = ""
     num_merged: int = 0
+    names: tuple[str, ...] = ()
+    """Of the outputs of a sweep."""
+    first: str = ""
+    """Of those that are made now."""
     is_begun: bool = False
     reports: list[StageReport] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         if isinstance(event, StageReport):
             self.reports.append(event)
+        if isinstance(event, OutputsPublished):
+            self.names = event.names
+        if isinstance(event, OutputsStarted):
+            self.first = event.names[0]
         if isinstance(event, Planned):
             self.lead, self.num_merged = event.lead, event.made.get("merged", 0)
         self.is_begun = self.is_begun or isinstance(event, Started | StageStarted)
@@ -206,16 +226,23 @@ class _Watched:
 def _advise(error: BaseException, request: Request, watched: _Watched) -> None:
     # What a scheduler starts it starts again by itself.
     if not request.options.run:
-        for step in after_stop(request.output, is_begun=watched.is_begun):
+        for step in after_stop(_told_at(request, watched), is_begun=watched.is_begun):
             error.add_note(step.line)
 
 
-def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, of_adapters: bool) -> None:
-    from raymerge.api import merge_adapters, submit
+def _told_at(request: Request, watched: _Watched) -> str:
+    """The place whose journal has what the run told."""
+    return f"{request.output.rstrip('/')}/{watched.first}" if watched.first else request.output
+
+
+def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, makes: Makes) -> None:
+    from raymerge.api import merge_adapters, submit, submit_sweep
 
     def then() -> tuple[Step, ...]:
-        if of_adapters:
+        if makes == "adapter":
             return tuple(after_adapter(request.output))
+        if makes == "outputs":
+            return tuple(after_sweep(request.output, watched.names))
         if request.converted is not None:
             return tuple(after_conversion(request.output, request.converted))
         # A mixture has other tensors than the model that it was built on.
@@ -231,7 +258,7 @@ def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, of
         def show(event: Event) -> None:
             watched.take(event)
             # Results between are published too, elsewhere.
-            if isinstance(event, Published) and event.path == place:
+            if isinstance(event, OutputsPublished) or (isinstance(event, Published) and event.path == place):
                 ending.is_done = True
             ending.heed(event)
             progress(event)
@@ -239,11 +266,14 @@ def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, of
         if (seconds := _seconds_taken(request)) is not None:
             show(Published(place, seconds))
             return
-        if not of_adapters:
-            submit(request.recipe, request.output, request.options, on_event=show)
-        else:
-            made = merge_adapters(request.recipe, request.output, request.options, on_event=show)
-    if of_adapters:
+        match makes:
+            case "adapter":
+                made = merge_adapters(request.recipe, request.output, request.options, on_event=show)
+            case "outputs":
+                submit_sweep(request.recipe, request.output, request.options, on_event=show)
+            case _:
+                submit(request.recipe, request.output, request.options, on_event=show)
+    if makes == "adapter":
         show_combination(out, made)
     if not out.as_json:
         show_routing(out.console, watched.reports)
@@ -273,6 +303,8 @@ def rehearse(request: Request, out: Output) -> int:
 
     if request.options.device == "cuda" and request.options.address is None:
         _require_gpu()
+    if is_sweep(request.recipe):
+        return _rehearse_sweep(request, out)
     accounts = explain_all(request.recipe, request.output, request.options, title=request.title)
     if not out.as_json:
         show_accounts(out.console, accounts)
@@ -280,16 +312,35 @@ def rehearse(request: Request, out: Output) -> int:
     place, is_here = place_of(request.output, request.options), accounts[-1].is_in_process
     options = replace(request.options, inline=True) if is_here else request.options
     MergeJob(merges, place, options, on_event=lambda _: None).check()
+    reports = [account.to_json(tensors=False) for account in accounts]
+    _tell_rehearsed(request, out, reports[0] if len(reports) == 1 else {"merges": reports}, is_here=is_here)
+    return 0
+
+
+def _rehearse_sweep(request: Request, out: Output) -> int:
+    from raymerge.publish.output_place import place_of
+    from raymerge.runtime.driver.sweep_run import SweepJob
+
+    account = explain_sweep(request.recipe, request.output, request.options, title=request.title)
+    if not out.as_json:
+        show_sweep(out.console, account)
+    options = replace(request.options, inline=True) if account.is_in_process else request.options
+    place = place_of(request.output, request.options)
+    if account.problems:
+        raise PlanError(account.problems)
+    SweepJob(account.places, place, options, on_event=lambda _: None).check()
+    _tell_rehearsed(request, out, account.to_json(tensors=False), is_here=account.is_in_process)
+    return 0
+
+
+def _tell_rehearsed(request: Request, out: Output, plans: Mapping[str, Any], *, is_here: bool) -> None:
     if out.as_json:
-        reports = [account.to_json(tensors=False) for account in accounts]
-        plans = reports[0] if len(reports) == 1 else {"merges": reports}
         out.json({"event": "dry_run", "place": request.output, **plans})
     else:
         by = " in this process" if is_here else _by_whom(request.options)
         what = f"{request.output} can be made{by}"
         out.console.print(f"\ndry run: nothing was written; {what}", soft_wrap=True)
         show_next(out.console, [*after_rehearsal()])
-    return 0
 
 
 def _require_gpu() -> None:

@@ -18,7 +18,7 @@ from raymerge.cli.plan import default_output
 from raymerge.cli.render.ending import show_next
 from raymerge.cli.render.screen import Output, make_console, own_stdout
 from raymerge.cli.report import REPORT_HELP, page_place, put_report
-from raymerge.cli.running import Request, examining, give_up, rehearse, run, terminable
+from raymerge.cli.running import Makes, Request, examining, give_up, rehearse, run, terminable
 from raymerge.cli.runs import detached, follow, run_notes, sent_place, where_of
 from raymerge.deploy.targets import TARGETS
 from raymerge.errors import OptionError, Problem
@@ -65,7 +65,7 @@ def submit(
 ) -> None:
     """Merge, verify and publish. A stopped run goes on by the same command.
 
-    A recipe whose models are adapters gives an adapter. Options of mergekit are accepted as well."""
+    Adapters give an adapter, a sweep OUT/NAME of each output. Options of mergekit are accepted as well."""
 
     def verb() -> int:
         flags = shared.given(
@@ -118,15 +118,19 @@ def _carry_out(request: Request, out: Output, page: Path | None) -> int:
     with terminable() as ending:
         with make_console(sys.stderr).status("reading the recipe"):
             with heavy_imports():
-                from raymerge.api import merges_adapters
+                from raymerge.api import is_sweep, merges_adapters
 
-            is_of_adapters = merges_adapters(request.recipe)
-        if page is not None and is_of_adapters:
-            what = "a merge of adapters has no plan to measure."
-            raise OptionError(
-                Problem("--report", what, "Leave it out, or merge models with the adapters on them.")
+            is_several = is_sweep(request.recipe)
+            is_adapter = not is_several and merges_adapters(request.recipe)
+        if page is not None and (is_adapter or is_several):
+            what, remedy = (
+                ("a merge of adapters has no plan to measure.", "merge models with the adapters on them.")
+                if is_adapter
+                else ("this recipe makes several outputs.", "give 'raymerge report OUT/NAME' of one.")
             )
-        status = run(request, out, ending, of_adapters=is_of_adapters)
+            raise OptionError(Problem("--report", what, f"Leave it out, or {remedy}"))
+        makes: Makes = "adapter" if is_adapter else "outputs" if is_several else "checkpoint"
+        status = run(request, out, ending, makes=makes)
     if page is not None:
         from raymerge.api import report
 

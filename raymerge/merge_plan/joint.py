@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import numpy as np
 from raymerge.merge_plan.jobs import GatheredInput, Input, JobPart, OpJob, Variant
 from raymerge.merge_plan.plan import Ints, Plan, digest, ints
 
+_READING = ("parts", "inputs", "scales", "gathers", "gather_inputs", "factors", "runs")
 _LAYOUT: Mapping[str, tuple[str, ...]] = {
     "shards": ("name", "nbytes"),
     "segments": ("first_op", "num_ops", "shard"),
@@ -53,6 +55,30 @@ def _written_bytes(plan: Plan) -> Ints:
     sums = np.append(0, np.cumsum(np.where(is_made, ints(ops, "nbytes"), 0)))
     first = ints(segments, "first_op")
     return np.asarray(sums[first + ints(segments, "num_ops")] - sums[first], dtype=np.int64)
+
+
+def equal_tensors(plans: Sequence[Plan]) -> tuple[int, int]:
+    """How many tensors are made of the same bytes in the same way in all plans that read alike, and their
+    bytes; none of plans that read otherwise."""
+    first = plans[0]
+    alike = all(
+        all(plan.manifest[key] == first.manifest[key] for key in ("sources", "seed"))
+        and all(plan[name].equals(first[name]) for name in _READING)
+        for plan in plans[1:]
+    )
+    if not alike:
+        return 0, 0
+    ids: dict[str, int] = {}
+    made = [
+        np.asarray([ids.setdefault(json.dumps(each), len(ids)) for each in plan.manifest["expressions"]])[
+            ints(plan["ops"], "expression")
+        ]
+        for plan in plans
+    ]
+    differs = np.any([own != made[0] for own in made], axis=0)
+    is_equal = np.ones(len(first["tensors"]), dtype=bool)
+    is_equal[ints(first["ops"], "tensor")[differs]] = False
+    return int(is_equal.sum()), int(ints(first["tensors"], "nbytes")[is_equal].sum())
 
 
 def joint_ops(by_output: Iterable[Sequence[OpJob]]) -> list[OpJob]:

@@ -85,10 +85,10 @@ def draft_sweep(
         documents = [read_document(part, name, RECIPE) for part in parts]
     except RecipeError:
         return None
-    if not any(_is_sweep(document.data) for document in documents):
+    if not any(has_sweep_keys(document.data) for document in documents):
         return None
     *common, _ = documents
-    if misplaced := [_misplaced(each) for each in common if _is_sweep(each.data)]:
+    if misplaced := [_misplaced(each) for each in common if has_sweep_keys(each.data)]:
         return SweepDraft((), (), tuple(misplaced))
     drafts = [draft_document(each, part.text, exists) for each, part in zip(common, parts, strict=False)]
     before = "".join(part.text for part in parts[:-1])
@@ -102,9 +102,18 @@ def draft_sweep_mapping(
     exists: Exists = os.path.isdir,
     files: RunFiles = USUAL_FILES,
 ) -> SweepDraft | None:
-    if not _is_sweep(data):
+    if not has_sweep_keys(data):
         return None
     return _Expansion(Located(data, Places(name), ()), None, "", exists, files).draft(())
+
+
+def is_sweep_file(path: str | os.PathLike[str]) -> bool:
+    name = os.fspath(path)
+    try:
+        parts = split_documents(read_file(name, RECIPE), name, RECIPE)
+        return any(has_sweep_keys(read_document(part, name, RECIPE).data) for part in parts)
+    except RecipeError:
+        return False
 
 
 def joined_problems(
@@ -132,7 +141,7 @@ def _which(values: Sequence[Mapping[str, str]], having: Sequence[int]) -> str:
     return f"with {described(first)}{others}"
 
 
-def _is_sweep(data: Mapping[str, object]) -> bool:
+def has_sweep_keys(data: Mapping[str, object]) -> bool:
     return any(key in data for key in SWEEP_KEYS)
 
 

@@ -16,10 +16,12 @@ from rich.text import Text
 from raymerge import events
 from raymerge.cli.render.screen import counted, printable
 from raymerge.cli.render.tally import Tally
+from raymerge.errors import shortlist
 from raymerge.units import format_duration, format_size
 
 _COMMENT = "  # "
 _PROGRAM = "raymerge"
+_OUTPUTS_SHOWN = 8
 _LONG = 60
 """Columns of a command that the others are not aligned with."""
 
@@ -56,9 +58,17 @@ def ending(tally: Tally, steps: Sequence[Step]) -> dict[str, Any]:
     return {"summary": summary, "next": [asdict(step) for step in steps]}
 
 
-def summary_rows(tally: Tally, published: events.Published) -> Iterator[tuple[str, str]]:
+def summary_rows(
+    tally: Tally, published: events.Published | events.OutputsPublished
+) -> Iterator[tuple[str, str]]:
     """What is not known is left out: bytes that an earlier run made, memory that nobody measured."""
     plan, started = tally.plan, tally.started
+    if isinstance(published, events.OutputsPublished):
+        yield "outputs", f"{len(published.names)}: {shortlist(published.names, _OUTPUTS_SHOWN)}"
+        if tally.outputs is not None and tally.outputs.total > 1:
+            # What is known is of the last read alone.
+            yield "time", format_duration(published.seconds)
+            return
     if plan is not None:
         made = ", ".join(f"{number} {use}" for use, number in plan.made.items())
         tensors = f"{counted(plan.tensors, 'tensor')}, {format_size(plan.output_bytes)}"
@@ -75,7 +85,7 @@ def summary_rows(tally: Tally, published: events.Published) -> Iterator[tuple[st
     yield "time", f"{format_duration(published.seconds)}{by}{merging}"
     if tally.num_warnings:
         yield "look at", f"{counted(tally.num_warnings, 'warning')} above"
-    if plan is not None:
+    if plan is not None and plan.digest:
         yield "digest", plan.digest
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import IO
+from typing import IO, TypeAlias
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,12 +20,15 @@ from raymerge.cli.render.ending import Step, ending, how, summary_rows
 from raymerge.cli.render.reports import duplicate_lines, encoding_lines, encoding_warning
 from raymerge.cli.render.screen import counted, lines_of, make_console, make_table, printable, put_json
 from raymerge.cli.render.tally import Tally, WorkerTally
+from raymerge.errors import shortlist
 from raymerge.events import Event, OnEvent
 from raymerge.units import format_duration, format_size
 
 _QUIET_SECONDS = 5.0
 _QUIET_PART = 0.1
 _SILENT_SECONDS = 60.0
+_MOST_REASON = 300
+"""Characters of why an output of a sweep failed; the error at the end has all."""
 _REFRESH_PER_SECOND = 4
 _MOST_ROWS, _OTHER_LINES = 12, 12
 """Workers that are shown, and lines of a terminal that other things need."""
@@ -68,8 +71,7 @@ class JsonProgress:
         if isinstance(event, events.WorkerProgress | events.Ended):
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        is_end = isinstance(event, events.Published) and self._tally.is_last
-        more = ending(self._tally, self._then()) if is_end else {}
+        more = ending(self._tally, self._then()) if self._tally.is_end(event) else {}
         put_json(self._stream, {**event.to_json(), **more, "time": now})
 
 
@@ -91,7 +93,7 @@ class Progress:
                 self._print(line, style="yellow")
                 self._tally.num_warnings += line.startswith("warning: ")
             self._warned |= {about} - {""}
-        if isinstance(event, events.Published) and self._tally.is_last:
+        if self._tally.is_end(event):
             self._print(f"done: {self._output or event.path}", style="bold green")
             self._print_rows(summary_rows(self._tally, event))
 
@@ -145,7 +147,7 @@ class LiveProgress(Progress):
 
     def __call__(self, event: Event) -> None:
         self._tally.take(event)
-        if isinstance(event, events.Ended) or (isinstance(event, events.Published) and self._tally.is_last):
+        if isinstance(event, events.Ended) or self._tally.is_end(event):
             self._live.stop()
         elif not self._live.is_started:
             self._live.start()
@@ -179,7 +181,8 @@ def view(tally: Tally, console: Console) -> RenderableType:
     bar.add_column(justify="right", no_wrap=True)
     done = ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes)
     bar.add_row(done, f"{tally.fraction:.0%}")
-    titles = [Text(printable(_title(each))) for each in (tally.step, tally.stage) if each is not None]
+    steps = (tally.outputs, tally.step, tally.stage)
+    titles = [Text(printable(_title(each))) for each in steps if each is not None]
     return Group(*titles, bar, Text(summary(tally)), *_worker_rows(tally, console))
 
 
@@ -248,10 +251,18 @@ def _tail(name: str, room: int) -> str:
 
 def _lines(event: Event, tally: Tally) -> Iterator[str]:
     match event:
-        case events.StepStarted() | events.StepKept() | events.StageStarted() | events.StageKept():
+        case (
+            events.OutputsStarted()
+            | events.StepStarted()
+            | events.StepKept()
+            | events.StageStarted()
+            | events.StageKept()
+        ):
             yield _title(event)
             if isinstance(event, events.StageStarted) and event.done_units:
                 yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
+        case events.OutputKept():
+            yield f"{event.name}: made already, and left as it is"
         case events.StageReport() if isinstance(tally.stage, events.StageStarted):
             yield f"made in {format_duration(tally.elapsed)} with {how(tally.stage)}"
         case events.Planned():
@@ -285,6 +296,9 @@ def _warnings(event: Event, part: str) -> Iterator[tuple[str, str]]:
     match event:
         case events.EncodingErrorsFound() if event.above is not None:
             yield "", encoding_warning(event.above)
+        case events.OutputFailed():
+            why = event.message.partition("\n")[0][:_MOST_REASON]
+            yield "", f"warning: {event.name} is given up, and others go on: {why}"
         case events.DeviceFailed():
             instead = f"{part} {event.segment} was made on the CPU, and so is any other that it fails in"
             yield event.worker, f"warning: the GPU of {event.worker} failed ({event.reason}); {instead}"
@@ -313,7 +327,15 @@ def _stopping(seconds: float | None, part: str) -> str:
     return f"stopping: the {part}s in hand have {seconds:g} s to finish"
 
 
-def _title(event: events.StepStarted | events.StepKept | events.StageStarted | events.StageKept) -> str:
+_Step: TypeAlias = (
+    events.OutputsStarted | events.StepStarted | events.StepKept | events.StageStarted | events.StageKept
+)
+
+
+def _title(event: _Step) -> str:
+    if isinstance(event, events.OutputsStarted):
+        names = f"{counted(len(event.names), 'output')}: {shortlist(event.names)}"
+        return names if event.total == 1 else f"read {event.number} of {event.total}, {names}"
     note = ", made already" if isinstance(event, events.StepKept | events.StageKept) else ""
     if isinstance(event, events.StageStarted | events.StageKept):
         return f"stage {event.number} of {event.total}: {event.title}{note}"
@@ -332,6 +354,8 @@ def _per_second(rate: float) -> str:
 
 
 def _published(event: events.Published, tally: Tally) -> Iterator[str]:
-    if not tally.is_last:
+    if tally.outputs is not None and (tally.step is None or tally.step.number == tally.step.total):
+        yield f"published: {event.path}"
+    elif not tally.is_last:
         by = f" with {how(tally.started)}" if tally.started is not None else ""
         yield f"made in {format_duration(event.seconds)}{by}"

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from raymerge import events
 from raymerge.events import Event, PartInHand
@@ -65,6 +66,8 @@ class Tally:
         self._clock = clock
         self.step: events.StepStarted | events.StepKept | None = None
         self.stage: events.StageStarted | events.StageKept | None = None
+        self.outputs: events.OutputsStarted | None = None
+        """Those of a sweep that are made now; None where there is no sweep."""
         self.num_warnings = 0
         self._begin()
 
@@ -82,6 +85,9 @@ class Tally:
 
     def take(self, event: Event) -> None:
         match event:
+            case events.OutputsStarted():
+                self._begin()
+                self.outputs, self.step, self.stage = event, None, None
             case events.StepStarted() | events.StepKept():
                 self._begin()
                 self.step, self.stage = event, None
@@ -149,7 +155,14 @@ class Tally:
 
     @property
     def is_last(self) -> bool:
-        return self.step is None or self.step.number == self.step.total
+        """Whether nothing follows what is made now. Of a sweep the last event says that."""
+        return self.outputs is None and (self.step is None or self.step.number == self.step.total)
+
+    def is_end(self, event: Event) -> TypeGuard[events.Published | events.OutputsPublished]:
+        """Whether all that was to be made is in its place."""
+        return isinstance(event, events.OutputsPublished) or (
+            isinstance(event, events.Published) and self.is_last
+        )
 
     @property
     def part(self) -> str:

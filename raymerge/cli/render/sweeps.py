@@ -1,0 +1,126 @@
+"""The plan of a sweep: its outputs, how many reads make them, and what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from raymerge.cli.render.reports import Account, show_accounts
+from raymerge.cli.render.screen import counted, heading, show_table
+from raymerge.errors import shortlist
+from raymerge.units import format_size
+
+if TYPE_CHECKING:
+    from raymerge.errors import Problem
+    from raymerge.recipes.sweep import SweepOutput
+    from raymerge.runtime.driver.sweep_run import OutputMerges, ReadGroup
+
+_OUTPUTS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SweepAccount:
+    title: str
+    outputs: Sequence[SweepOutput]
+    places: Sequence[OutputMerges]
+    accounts: Sequence[Account]
+    """Of each output's last merge."""
+    groups: Sequence[ReadGroup]
+    """Empty with problems."""
+    problems: Sequence[Problem]
+    equal: tuple[int, int]
+    """Tensors that are known to be the same in all outputs, and their bytes."""
+    is_in_process: bool
+
+    def names(self, group: ReadGroup) -> tuple[str, ...]:
+        return tuple(self.outputs[number].name for number in group.numbers)
+
+    def read_bytes(self, group: ReadGroup) -> int:
+        """The most that any of its outputs reads, which is what others read too."""
+        return max(self.accounts[number].explanation.read_bytes for number in group.numbers)
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(account.explanation.written_bytes for account in self.accounts)
+
+    def to_json(self, *, tensors: bool) -> dict[str, Any]:
+        outputs = [
+            {**account.to_json(tensors=tensors), **_named(output)}
+            for output, account in zip(self.outputs, self.accounts, strict=True)
+        ]
+        reads = [
+            {
+                "outputs": list(self.names(group)),
+                "read_bytes": self.read_bytes(group),
+                "why_apart": group.why_apart,
+            }
+            for group in self.groups
+        ]
+        whole = {"read_bytes": sum(map(self.read_bytes, self.groups)), "written_bytes": self.written_bytes}
+        equal = dict(zip(("tensors", "nbytes"), self.equal, strict=True))
+        return {"outputs": outputs, "reads": reads, "equal": equal, **whole}
+
+
+def _named(output: SweepOutput) -> dict[str, Any]:
+    return {
+        "name": output.name,
+        "values": dict(output.values),
+        "coefficients": dict(output.coefficients),
+        "recipe_text": output.text,
+    }
+
+
+def show_sweep(console: Console, account: SweepAccount, *, tensors: bool = False) -> None:
+    """Print the outputs and the reads, and the account of the first output, which those of the others are
+    like."""
+    console.print(heading(f"Plan of {account.title}: {counted(len(account.outputs), 'output')}"))
+    rows = [
+        (output.name, *output.values.values(), own.explanation.digest if own.is_whole else "", _made(own))
+        for output, own in zip(account.outputs, account.accounts, strict=True)
+    ]
+    show_table(console, ("output", *account.outputs[0].values, "digest", ""), rows)
+    _show_coefficients(console, account.outputs)
+    if account.groups:
+        show_table(console, ("", ""), _facts(account))
+    console.print()
+    wrong = (own for own in account.accounts if own.explanation.problems)
+    show_accounts(console, [next(wrong, account.accounts[0])], tensors=tensors)
+
+
+def _show_coefficients(console: Console, outputs: Sequence[SweepOutput]) -> None:
+    places = list(dict.fromkeys(place for output in outputs for place in output.coefficients))
+    shown = outputs[:_OUTPUTS_SHOWN]
+    rows = [(place, *(_coefficient(output, place) for output in shown)) for place in places]
+    if rows:
+        titles = ("checkpoint", *(output.name for output in shown))
+        show_table(console, titles, rows, numbers=range(1, len(titles)))
+
+
+def _coefficient(output: SweepOutput, place: str) -> str:
+    return f"{output.coefficients[place]:.4g}" if place in output.coefficients else ""
+
+
+def _made(account: Account) -> str:
+    return "there already" if account.is_made else ""
+
+
+def _facts(account: SweepAccount) -> Iterator[tuple[str, str]]:
+    groups = account.groups
+    total = sum(map(account.read_bytes, groups))
+    together = [len(group.numbers) for group in groups if not group.why_apart]
+    how = [f"{' + '.join(map(str, together))} outputs at a time"] if together else []
+    apart: dict[str, list[str]] = {}
+    for group in groups:
+        if group.why_apart:
+            apart.setdefault(group.why_apart, []).append(account.names(group)[0])
+    how += [f"{shortlist(names, _OUTPUTS_SHOWN)} apart: {why}" for why, names in apart.items()]
+    yield "reads", "\n".join([f"{counted(len(groups), 'read')} of the models, {format_size(total)}", *how])
+    yield "writes", format_size(account.written_bytes)
+    tensors, nbytes = account.equal
+    if tensors:
+        yield "the same", f"{counted(tensors, 'tensor')}, {format_size(nbytes)}, in all outputs"
+    if account.is_in_process:
+        yield "runs", "in the process of 'submit': Ray would take longer to start than so small a sweep"
