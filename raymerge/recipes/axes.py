@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from raymerge.documents.fields import Fault, FieldPath, attempt, did_you_mean, kind, refusal, show
 from raymerge.errors import shortlist
+from raymerge.recipes.load import VARIABLE
 
 MAX_OUTPUTS = 1000
 """Every output has a plan, and all plans are in memory before the first byte is read."""
@@ -54,6 +55,8 @@ def _read_value(value: object, yaml: str | None) -> AxisValue:
         raise refusal(f"{show(value)} is not a finite number.", "Write a finite one.")
     if not isinstance(value, str | int | float):
         raise refusal(f"{show(value)} is {kind(value)}.", "An axis has numbers, texts, true and false.")
+    if isinstance(value, str) and VARIABLE.fullmatch(value) is not None:
+        raise refusal(f"'{value}' stands for a value itself.", "Write the value.")
     plain = value if isinstance(value, str) else show(value)
     shown = plain if isinstance(value, str) or yaml is None else yaml
     return AxisValue(value, shown, plain if yaml is None else yaml)
@@ -65,7 +68,8 @@ class AxesReader:
     def __init__(self, block: object, text_at: ScalarText) -> None:
         self.faults: list[Fault] = []
         self._text_at = text_at
-        self._block: Mapping[str, Any] = block if isinstance(block, Mapping) else {}
+        given = block.items() if isinstance(block, Mapping) else ()
+        self._block: Mapping[str, Any] = {str(key): value for key, value in given}
         self.names = tuple(key for key in self._block if key not in _RESERVED)
         if not self.names:
             is_map = isinstance(block, Mapping)

@@ -115,7 +115,7 @@ def draft_document(document: Located, text: str | None, exists: Exists) -> Draft
         return Draft((), tuple(document.places.problems(secret)))
     if key := next((key for key in SWEEP_KEYS if key in document.data), None):
         what = f"'{key}' makes several outputs of a recipe, and one recipe is expected here."
-        fault = Fault((key,), what, "Use 'raymerge submit' or 'raymerge plan'; in Python, 'plan_sweep'.")
+        fault = Fault((key,), what, "Use 'raymerge submit' or 'raymerge plan'; in Python, 'submit_sweep'.")
         return Draft((), tuple(document.places.problems([fault])))
     faults = [*document.faults, *_variables(document.data)]
     if "outputs" in document.data:

@@ -26,7 +26,7 @@ from raymerge.documents.positions import (
     yaml_text,
 )
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes.axes import Assignment, AxesReader, described, shown_values
+from raymerge.recipes.axes import AXIS, Assignment, AxesReader, described, shown_values
 from raymerge.recipes.entry import NAME_FORM, RECIPE, Exists, is_name
 from raymerge.recipes.load import (
     SWEEP_KEYS,
@@ -271,8 +271,8 @@ class _Expansion:
         return None
 
     def _checked_text(self, value: str, path: FieldPath) -> str:
-        for axis in self._axes:
-            if re.search(rf"\${axis}\b", value) is not None:
+        for match in VARIABLE.finditer(value):
+            if (axis := match[1]) in self._axes:
                 what = f"'${axis}' stands within a longer text, where it is not replaced."
                 remedy = f"Make the whole text the value of an axis: '${axis}' stands alone."
                 self._used.add(axis)
@@ -282,7 +282,7 @@ class _Expansion:
     def _check_use(self) -> None:
         pattern = self._document.data.get("outputs")
         in_pattern = _PLACEHOLDER.findall(pattern) if isinstance(pattern, str) else ()
-        for name in self._axes:
+        for name in filter(AXIS.fullmatch, self._axes):
             if name not in self._used and name not in in_pattern:
                 what = f"nothing uses the axis '{name}'."
                 remedy = f"Write ${name} where its values belong, or remove it."

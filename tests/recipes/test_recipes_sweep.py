@@ -153,6 +153,8 @@ def test_a_fault_of_one_value_names_it_and_a_fault_of_all_is_told_once(tmp_path:
         ('t: "$t"', "t: $tt", "10:3: t: '$tt' is no axis of the sweep. Did you mean 't'? Axes"),
         ('t: "$t"', "t: 0.3", "2:1: the outputs 'slerp-t0.3' and 'slerp-t0.50' are the same merge."),
         ("outputs: ", "x-more: a/$t\noutputs: ", "11:1: x-more: '$t' stands within a longer text"),
+        ("[0.3, 0.50]", "[0.3, $method]", "3:12: '$method' stands for a value itself."),
+        ("  t: [", "  'a[': [1]\n  t: [", "3:3: 'a[' cannot be the name of an axis."),
         ("[0.3, 0.50]", "[]", "3:3: the axis 't' has no values."),
         ("[0.3, 0.50]", "0.3", "3:3: the axis 't' is a number."),
         ("[0.3, 0.50]", "[0.3, [0.5]]", "3:12: [0.5] is a list."),
