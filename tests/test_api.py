@@ -204,6 +204,21 @@ def test_each_output_of_a_sweep_has_the_plan_of_its_own_text(
         assert [merge.plan.digest for merge in each.merges] == [raymerge.plan(tmp_path / "one.yml").digest]
 
 
+def test_the_models_of_a_sweep_are_looked_for_whatever_its_values_are(
+    recipe: Mapping[str, object], tmp_path: Path
+) -> None:
+    swept = {**recipe, "sweep": {"w": [0.5, "high"]}, "parameters": {"weight": "$w"}}
+    swept["models"] = [{"model": str(tmp_path / name)} for name in ("a", "nowhere")]
+    with pytest.raises(RecipeError) as caught:
+        raymerge.plan_sweep(swept)
+    value, absent = caught.value.problems
+    assert value.what.startswith("with w = high: 'high' is a text")
+    assert absent.where == f"recipe: models[1].model: {tmp_path / 'nowhere'}"
+    with pytest.raises(PlanError) as refused:
+        raymerge.plan_sweep({**swept, "sweep": {"w": [0.5, 1]}})
+    assert refused.value.problems == (absent,)
+
+
 def test_an_average_of_checkpoints_goes_on_from_its_output(tmp_path: Path) -> None:
     base = tiny_llama(tmp_path / "run" / "step-1", 1)
     for seed in (2, 3):
