@@ -23,6 +23,7 @@ from kits.tensor_scaled_models import fp8_llama, fp8_mixture, nvfp4_llama
 
 from raymerge.api import plan, plan_sweep
 from raymerge.errors import NonFiniteError
+from raymerge.merge_plan import segments
 from raymerge.merge_plan.joint import joint_groups
 from raymerge.merge_plan.memory import project
 from raymerge.methods import methods
@@ -130,17 +131,21 @@ MAKERS: Mapping[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", slow_but(MAKERS, "MXFP4 stacks", "NVFP4"))
 def test_codes_of_one_read_are_those_of_separate_merges(name: str, tmp_path: Path) -> None:
     parents = [MAKERS[name](tmp_path / str(seed), seed) for seed in (1, 2)]
-    means = [
-        {"merge_method": "linear", "models": entries(parents, weights)}
-        for weights in ((0.5, 0.5), (0.2, 0.8), (0.9, 0.1))
+    # Sums that are larger than the parents have other scales, which matrices share in their own output alone.
+    sums = [
+        {"merge_method": "linear", "models": entries(parents, weights), "parameters": {"normalize": False}}
+        for weights in ((1.2, 1.8), (0.5, 0.5), (0.9, 0.1))
     ]
     arcs = [slerp(*(each.root for each in parents), t=t) for t in (0.3, 0.6)]
-    _check(means, tmp_path / "means", ROOMY)
+    _check(sums, tmp_path / "sums", ROOMY)
     _check(arcs, tmp_path / "arcs", ROOMY)
 
 
-def test_windows_of_the_same_checkpoints_read_each_once(family: Family, tmp_path: Path) -> None:
-    models = [family.base, *family.tunes]
+def test_windows_of_the_same_checkpoints_read_each_once(
+    wide: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_SEGMENTS_WANTED", 8)
+    models = [wide.base, *wide.tunes]
     windows = [linear(*models[-count:]) for count in (2, 3, 4)]
     read, _ = _check(windows, tmp_path, ROOMY)
     size = sum(tensor.nbytes for model in models for tensor in read_tensors(model).values())

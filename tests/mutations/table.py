@@ -818,7 +818,9 @@ MUTATIONS = (
     Mutation(
         "execute/lane.py", "seed=self._lane_state.seeds[op.output]", "seed=self._lane_state.seeds[0]", JOINT
     ),
-    Mutation("execute/lane.py", "if (op.output, op.index) in self._observed:", "if False:", JOINT),
+    Mutation(
+        "execute/lane.py", "self._observed[op.output, each.index]", "self._observed[0, each.index]", JOINT
+    ),
     Mutation("execute/segment.py", "if number not in failures}", "}", JOINT),
     Mutation(
         "merge_plan/segments.py",
