@@ -74,7 +74,7 @@ from raymerge.runtime.driver.sweep_run import OutputMerges, SweepJob
 from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
-from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_remote, shown
+from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_remote, join, shown
 from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup, open_store, resolve_source
 from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
@@ -385,7 +385,7 @@ def plan_sweep(
     if draft is None:
         what = "there is neither 'sweep' nor 'checkpoints' in this recipe."
         raise RecipeError(Problem(str(recipe), what, "Use 'plan_all', or add one."))
-    places = [place_of(f"{output}/{each.name}", chosen) for each in draft.outputs]
+    places = [place_of(join(str(output), each.name), chosen) for each in draft.outputs]
     steps = [steps_directory(place, chosen.steps) for place in places]
     opened: dict[tuple[object, ...], Checkpoint] = {}
     if draft.problems:
@@ -495,7 +495,7 @@ def sweep_outputs(recipe: RecipesLike, output: str | Path, options: RunOptions) 
     if problems:
         raise PlanError(problems)
     return tuple(
-        OutputMerges(each.output.name, place_of(f"{output}/{each.output.name}", options), each.merges)
+        OutputMerges(each.output.name, place_of(join(str(output), each.output.name), options), each.merges)
         for each in planned
     )
 

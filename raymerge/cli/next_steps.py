@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from raymerge.cli.render.ending import Step
-from raymerge.storage.addresses import is_remote
+from raymerge.storage.addresses import is_remote, join
 
 _MUCH = 0.1
 """Of a change, left out by an adapter: more rank may be worth it."""
@@ -33,7 +33,7 @@ def after_merge(
 
 
 def after_sweep(output: str, names: Sequence[str]) -> Iterator[Step]:
-    places = [shlex.quote(f"{output.rstrip('/')}/{name}") for name in names]
+    places = [shlex.quote(join(output, name)) for name in names]
     yield Step(f"raymerge report {places[0]}", "a page of what the parents change")
     yield Step(f"raymerge verify {places[0]} --level load", "loads it with transformers")
     if len(places) > 1:

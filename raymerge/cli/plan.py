@@ -21,7 +21,7 @@ from raymerge.cli.render.screen import Output, make_console, own_stdout
 from raymerge.cli.render.sweeps import SweepAccount, show_sweep
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
-from raymerge.storage.addresses import check_alone
+from raymerge.storage.addresses import check_alone, join
 from raymerge.units import parse_size
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, titl
 
     planned = plan_sweep(recipe, output, options)
     outputs = [
-        OutputMerges(each.output.name, place_of(f"{output}/{each.output.name}", options), each.merges)
+        OutputMerges(each.output.name, place_of(join(output, each.output.name), options), each.merges)
         for each in planned
     ]
     chosen = run_options([each.merges for each in outputs], place_of(output, options), options)

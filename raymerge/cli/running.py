@@ -46,7 +46,7 @@ from raymerge.events import (
 )
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
-from raymerge.storage.addresses import check_alone, is_remote, shown
+from raymerge.storage.addresses import check_alone, is_remote, join, shown
 from raymerge.storage.retry import KEPT
 from raymerge.units import format_duration
 
@@ -232,7 +232,7 @@ def _advise(error: BaseException, request: Request, watched: _Watched) -> None:
 
 def _told_at(request: Request, watched: _Watched) -> str:
     """The place whose journal has what the run told."""
-    return f"{request.output.rstrip('/')}/{watched.first}" if watched.first else request.output
+    return join(request.output, watched.first) if watched.first else request.output
 
 
 def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, makes: Makes) -> None:

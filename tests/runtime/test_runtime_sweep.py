@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, write_checkpoint
+from kits.driver_process import driver, wait_for_receipts
 from kits.merge_cases import INLINE, LEAST_MEMORY, EventLog, Family, digests, merge, recipes, staging_of
+from kits.s3_server import S3Server
 
 from raymerge.api import plan, read_sweep, submit_sweep
 from raymerge.errors import DiskSpaceError, IncompleteError, NonFiniteError, TargetError
@@ -260,3 +263,41 @@ def test_outputs_are_read_in_groups_that_fit_the_memory(
     groups = events.of(OutputsStarted)
     assert [(len(event.names), event.number, event.total) for event in groups] == [(2, 1, 2), (2, 2, 2)]
     assert _together(results) == apart
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on(recipe: dict[str, Any], apart: Made, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    for count in (3, 8):
+        with driver(str(path), tmp_path / "outs") as process:
+            wait_for_receipts(tmp_path / "outs" / "w0.2-d0.4", count)
+            process.kill()
+    events = EventLog()
+    made = _together(submit_sweep(path, tmp_path / "outs", INLINE, on_event=events))
+    # The texts of a file's recipes are written otherwise than those of a mapping's.
+    key = "model.safetensors"
+    assert {name: (digest, files[key]) for name, (digest, files) in made.items()} == {
+        name: (digest, files[key]) for name, (digest, files) in apart.items()
+    }
+    assert all(event.done_segments >= 8 for event in events.of(Started))
+
+
+def test_outputs_in_an_object_store_are_kept_there_too(
+    recipe: dict[str, Any], apart: Made, s3: S3Server
+) -> None:
+    sweep = {**recipe, "sweep": {"w": [0.2, 0.6], "d": [0.8]}}
+
+    def stop(event: object) -> None:
+        if isinstance(event, Published):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        submit_sweep(sweep, s3.place("outs"), INLINE, on_event=EventLog(stop))
+    events = EventLog()
+    results = submit_sweep(sweep, s3.place("outs"), INLINE, on_event=events)
+    assert [event.name for event in events.of(OutputKept)] == ["w0.2-d0.8"]
+    for name, result in results.items():
+        assert result.digest == apart[name][0]
+        weights = s3.objects(f"outs/{name}/")[f"outs/{name}/model.safetensors"]
+        assert hashlib.sha256(weights).hexdigest() == apart[name][1]["model.safetensors"]

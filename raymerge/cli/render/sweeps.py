@@ -91,7 +91,8 @@ def show_sweep(console: Console, account: SweepAccount, *, tensors: bool = False
 
 
 def _show_coefficients(console: Console, outputs: Sequence[SweepOutput]) -> None:
-    places = list(dict.fromkeys(place for output in outputs for place in output.coefficients))
+    longest = sorted(outputs, key=lambda output: -len(output.coefficients))
+    places = dict.fromkeys(place for output in longest for place in output.coefficients)
     shown = outputs[:_OUTPUTS_SHOWN]
     rows = [(place, *(_coefficient(output, place) for output in shown)) for place in places]
     if rows:
