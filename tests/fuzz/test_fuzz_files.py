@@ -11,7 +11,10 @@ from kits.fuzz_targets import TARGETS, Target, make_targets
 from kits.hostile import bounded, changed_bytes, changed_values, refuses_or_takes
 from kits.marks import slow_but
 
-JSON = ("index", "config", "quantisation", "adapter", "tokenizer", "tokenizer config", "signed manifest")
+JSON = (
+    *("index", "config", "quantisation", "adapter", "tokenizer", "tokenizer config", "signed manifest"),
+    "sweep",
+)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ from raymerge.merge_plan.plan import digest
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.publish.record import Ledger
+from raymerge.recipes.load import draft_recipes, parse_recipes
+from raymerge.recipes.sweep import draft_sweep
 from raymerge.storage.local.store import LocalStore
 
 
@@ -217,6 +219,36 @@ def _pickle(root: Path) -> Target:
     return _planned("pickle", twin / PICKLE, recipe)
 
 
+def _sweep(root: Path) -> Target:
+    sample = {
+        "sweep": {
+            "w": [0.25, "1e-1"],
+            "m": ["linear", "slerp"],
+            "n": [True, 2],
+            "zip": ["w", "m"],
+            "exclude": [{"w": 0.25, "n": 2}],
+            "include": [{"w": 3, "m": "ties", "n": False}],
+        },
+        "outputs": "{m}-{w}-{n}",
+        "merge_method": "$m",
+        "models": [{"model": "a", "parameters": {"weight": ["$w", 1]}}, {"model": "b"}],
+        "parameters": {"normalize": "$n", "weight": "$w"},
+    }
+    root.mkdir()
+    place = root / "sweep.yml"
+
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        draft = draft_sweep(place)
+        if draft is None:
+            return draft_recipes(place).require()
+        outputs = draft.require()
+        assert all(parse_recipes(each.text) == each.recipes for each in outputs)
+        return outputs
+
+    return Target("sweep", json.dumps(sample).encode(), read)
+
+
 _MAKERS: Mapping[str, Callable[[Path], Target]] = {
     "header": _header,
     "index": _index,
@@ -226,6 +258,7 @@ _MAKERS: Mapping[str, Callable[[Path], Target]] = {
     "tokenizer": _tokenizer,
     "tokenizer config": _tokenizer_config,
     "recipe": _recipe,
+    "sweep": _sweep,
     "manifest": _manifest,
     "signed manifest": _signed,
     "table": _table,
