@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import xxhash
 
-from raymerge.checkpoints.dcp.store import ASSEMBLED
+from raymerge.checkpoints.dcp.store import ASSEMBLED, ChunkedStore
 from raymerge.deferred import torch
 from raymerge.device_numerics import return_free_memory
 from raymerge.events import OnEvent, PartInHand, ShardDone
@@ -72,7 +72,10 @@ class SegmentWork:
 
     def open_source(self, number: int, retry_policy: RetryPolicy) -> ReadStore:
         root, expected = self.roots[number], self.expected_files(number)
-        return open_store(root, retry_policy=retry_policy, expected=expected)
+        store = open_store(root, retry_policy=retry_policy, expected=expected)
+        if isinstance(store, ChunkedStore):
+            store.prepare()
+        return store
 
     def expected_files(self, source: int) -> dict[str, FileInfo]:
         mine = (each for each in self.files if each.source == source and each.version)

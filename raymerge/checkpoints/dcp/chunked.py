@@ -21,8 +21,8 @@ from raymerge.storage.store import FileInfo, ReadStore, num_readers
 @dataclass(frozen=True, slots=True)
 class ChunkedTensors:
     headers: tuple[FileHeader, ...]
-    """Of each file that is read. Tensors of one chunk are where that is; all others are in a file that only
-    ``ChunkedStore`` has."""
+    """Of each file that is read. Tensors of one chunk without a blob are where that is; all others are in a
+    file that only ``ChunkedStore`` has."""
     notes: tuple[str, ...]
     left: Mapping[str, int]
     """Bytes of what is not the model's, by key; 0 of what is no tensor."""
@@ -51,7 +51,7 @@ def read_chunked(store: ReadStore, files: Sequence[FileInfo]) -> ChunkedTensors:
         for chunk in saved.chunks:
             place = places[name, chunk.begin]
             digests[chunk.key].append((place.offset, place.digest))
-            if len(saved.chunks) == 1:
+            if saved.is_bare:
                 own = StoredTensor(name, saved.dtype, saved.shape, chunk.key, place.offset, saved.nbytes)
                 tensors[chunk.key].append(own)
     infos = {info.key: info for info in files}

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -28,6 +28,7 @@ MEGATRON_FILE = "metadata.json"
 SIDECARS = (MEGATRON_FILE, "common.pt", "latest_checkpointed_iteration.txt")
 """Files of Megatron's beside the chunks, which are the training's and not the model's."""
 _ENDING = ".distcp"
+_ALIGNMENT = 64
 _SHARD = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 _MOST_METADATA = 1 << 30
@@ -50,24 +51,29 @@ class Layout:
     """Of what is read of a file here, by key."""
     reader: BlobReader
     assembled: tuple[str, ...] = field(init=False)
-    """Names of the tensors of several chunks, in the order in which they follow each other."""
+    """Names of the tensors of several chunks, or of one that is within a blob, in the order in which they
+    follow each other. A blob begins at any byte of its file, where no elements can be computed with."""
     begins: tuple[int, ...] = field(init=False)
+    """Where they begin, and where the last one ends."""
 
     def __post_init__(self) -> None:
         tensors = self.model.tensors
-        names = tuple(sorted(name for name, each in tensors.items() if len(each.chunks) != 1))
+        names = tuple(sorted(name for name, each in tensors.items() if not each.is_bare))
         object.__setattr__(self, "assembled", names)
-        begins = accumulate((tensors[name].nbytes for name in names), initial=0)
+        sizes = (-(-tensors[name].nbytes // _ALIGNMENT) * _ALIGNMENT for name in names)
+        begins = accumulate(sizes, initial=0)
         object.__setattr__(self, "begins", tuple(begins))
 
-    def members(self, begin: int, end: int) -> Iterable[tuple[str, int, int]]:
-        """Names of the assembled tensors that a run of bytes lies in, with the bytes of each."""
+    def members(self, begin: int, end: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
+        """Names of the assembled tensors that a run of bytes lies in, with where each begins in that run, and
+        which of its bytes these are. Some bytes are between two tensors, and of none."""
         index = bisect_right(self.begins, begin) - 1
         while index < len(self.assembled) and self.begins[index] < end:
             first = self.begins[index]
-            low, high = max(begin, first), min(end, self.begins[index + 1])
+            name = self.assembled[index]
+            low, high = max(begin, first), min(end, first + self.model.tensors[name].nbytes)
             if low < high:
-                yield self.assembled[index], low - first, high - first
+                yield name, low - begin, (low - first, high - first)
             index += 1
 
 

@@ -70,6 +70,11 @@ class SavedTensor:
     def nbytes(self) -> int:
         return self.dtype.nbytes(math.prod(self.shape))
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is one chunk with nothing stored around it."""
+        return len(self.chunks) == 1 and self.chunks[0].is_bare
+
 
 @dataclass(frozen=True, slots=True)
 class SavedState:

@@ -6,16 +6,19 @@ read from the files themselves, as it is stored."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from raymerge.checkpoints.dcp.chunk_map import ChunkMap
 from raymerge.checkpoints.dcp.layout import Layout, read_layout
-from raymerge.storage.local.buffers import ALIGNMENT
+from raymerge.errors import TransientError, UserError
+from raymerge.storage.local.buffers import ALIGNMENT, address_of
 from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.store import FileInfo, ReadStore, num_readers
 
@@ -23,8 +26,11 @@ ASSEMBLED = ".assembled"
 """The file that is not there."""
 ASSEMBLED_NBYTES = "assembled_nbytes"
 """What a plan calls its size."""
-_BLOCK_NBYTES = 1 << 20
+_BLOCK_NBYTES = 256 << 10
 """Most bytes that are read into memory of its own, to be put in their rows from there."""
+
+_ELEMENT = 8
+"""Bytes of the largest elements."""
 
 
 class _Run(NamedTuple):
@@ -90,18 +96,22 @@ class ChunkedStore:
         again: bool = False,
         like: int | None = None,
     ) -> int:
-        own = self._direct(key, offset, nbytes)
-        if own is not None:
-            return self._files.read_extent(*own, nbytes, buffer, again=again, like=like)
-        begin = (like or 0) % ALIGNMENT
-        self.read_into(key, offset, buffer[begin : begin + nbytes])
-        return begin
+        own, wanted = self._direct(key, offset, nbytes), offset if like is None else like
+        if own is None:
+            begin = wanted % ALIGNMENT
+            self.read_into(key, offset, buffer[begin : begin + nbytes])
+            return begin
+        begin = self._files.read_extent(*own, nbytes, buffer, again=again, like=wanted)
+        # What is copied may lie anywhere; elements must begin at a multiple of their size.
+        return begin if like is not None else _moved(buffer, begin, nbytes, (wanted - begin) % _ELEMENT)
 
     def map_extent(
         self, key: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps
     ) -> int | None:
         own = self._direct(key, offset, nbytes)
-        return None if own is None else self._files.map_extent(*own, nbytes, buffer, maps)
+        if own is None or (own[1] - offset) % _ELEMENT:
+            return None
+        return self._files.map_extent(*own, nbytes, buffer, maps)
 
     def check_expected(self) -> None:
         self._files.check_expected()
@@ -120,16 +130,15 @@ class ChunkedStore:
         if key != ASSEMBLED:
             return key, offset
         runs = list(self._runs(offset, nbytes))
-        return (runs[0].key, runs[0].offset) if len(runs) == 1 and runs[0].rows == 1 else None
+        is_one = len(runs) == 1 and runs[0].rows == 1 and runs[0].width == nbytes
+        return (runs[0].key, runs[0].offset) if is_one else None
 
     def _runs(self, offset: int, nbytes: int) -> Iterator[_Run]:
         """What bytes of the assembled file consist of; ``to`` counts from the first one."""
-        done = 0
-        for name, begin, end in self._opened().members(offset, offset + nbytes):
+        for name, begin, own in self._opened().members(offset, offset + nbytes):
             keys, chunk_map = self._map(name)
-            for file, where, to, *form in chunk_map.pieces(begin, end):
-                yield _Run(keys[file], where, done + to, *form)
-            done += end - begin
+            for file, where, to, *form in chunk_map.pieces(*own):
+                yield _Run(keys[file], where, begin + to, *form)
 
     def _fill(self, run: _Run, buffer: memoryview) -> None:
         if run.rows == 1 or run.width >= _BLOCK_NBYTES:
@@ -147,6 +156,11 @@ class ChunkedStore:
             reach = target[begin : begin + (len(some) - 1) * run.stride + run.width]
             np.lib.stride_tricks.as_strided(reach, some.shape, strides)[:] = some
 
+    def prepare(self) -> None:
+        """Read the layout now, so that its memory is not that of who reads first; errors are left to that."""
+        with suppress(UserError, TransientError):
+            self._opened()
+
     def _opened(self) -> Layout:
         with self._lock:
             if self._layout is None:
@@ -163,3 +177,11 @@ class ChunkedStore:
             # Of two threads that come here at once, both find the same.
             known = self._maps[name] = keys, ChunkMap(tensor, range(len(keys)), places)
         return known
+
+
+def _moved(buffer: memoryview, begin: int, nbytes: int, step: int) -> int:
+    """Move bytes up by ``step``, for which such buffers have room; where they then begin."""
+    if step:
+        place = address_of(buffer) + begin
+        ctypes.memmove(place + step, place, nbytes)
+    return begin + step
