@@ -12,6 +12,7 @@ import torch
 from kits.adapter_maker import peft_merge
 from kits.adapter_merges import BASE, adapter
 from kits.checkpoint_maker import read_tensors, tiny_llama
+from kits.s3_server import s3_server
 
 import raymerge
 from raymerge.api import merges_adapters, plan_all, read_recipe, read_recipes
@@ -235,3 +236,22 @@ def test_an_average_of_checkpoints_goes_on_from_its_output(tmp_path: Path) -> No
     for name, tensor in read_tensors(after).items():
         mean = torch.stack([each[name].double() for each in parents]).mean(0)
         torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_checkpoints_and_averages_in_an_object_store_are_found(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", 1)
+    with s3_server() as s3:
+        root, before = f"s3://{s3.bucket}/run", f"s3://{s3.bucket}/before"
+        for step in (1, 2):
+            s3.upload(model, f"run/step-{step}")
+        options = raymerge.RunOptions(inline=True, storage=s3.options)
+        swept = {"checkpoints": {"root": root, "schedule": "linear"}, "dtype": "float32"}
+        ((made, _),) = raymerge.plan_sweep(swept, "merged", options)
+        assert list(made.coefficients) == [f"{root}/step-1", f"{root}/step-2"]
+        (tmp_path / "one.yml").write_text(made.text)
+        raymerge.submit(tmp_path / "one.yml", before, options)
+        s3.upload(model, "run/step-3")
+        swept["checkpoints"] = {"root": root, "schedule": "linear", "continue": before}
+        ((after, _),) = raymerge.plan_sweep(swept, "merged", options)
+        assert list(after.coefficients) == [before, f"{root}/step-3"]
