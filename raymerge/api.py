@@ -400,21 +400,21 @@ def plan_sweep(
     # What no unfinished run fixes is the same for all outputs, so that it is read once.
     common = {key: commit for each in reversed(begun) for key, commit in each.items()}
     planned: list[PlannedOutput] = []
-    failures: list[tuple[Problem, ...]] = []
+    problems: list[tuple[Problem, ...]] = []
     for each, recipes, root, commits in zip(draft.outputs, ordered, steps, begun, strict=True):
         lookup = Lookup(options=chosen.storage, commits={**common, **commits})
         try:
             merges = plan_merges(recipes, root, version=version("raymerge"), lookup=lookup, opened=opened)
         except PlanError as error:
-            failures.append(error.problems)
-        else:
-            if planned:
-                first = planned[0].merges[-1].plan
-                merges = (*merges[:-1], replace(merges[-1], plan=with_tables_of(merges[-1].plan, first)))
-            planned.append(PlannedOutput(each, merges))
-            failures.append(())
-    if any(failures):
-        raise PlanError(joined_problems(draft.values, failures))
+            problems.append(error.problems)
+            continue
+        if planned:
+            first = planned[0].merges[-1].plan
+            merges = (*merges[:-1], replace(merges[-1], plan=with_tables_of(merges[-1].plan, first)))
+        planned.append(PlannedOutput(each, merges))
+        problems.append(merges[-1].plan.problems)
+    if len(planned) < len(problems):
+        raise PlanError(joined_problems(draft.values, problems))
     return tuple(planned)
 
 
