@@ -15,8 +15,9 @@ import xxhash
 from raymerge.checkpoints.dcp.store import ASSEMBLED, ChunkedStore
 from raymerge.deferred import torch
 from raymerge.device_numerics import return_free_memory
+from raymerge.errors import RaymergeError
 from raymerge.events import OnEvent, PartInHand, ShardDone
-from raymerge.execute.receipts import UNFINISHED, Receipt
+from raymerge.execute.receipts import UNFINISHED, JointReceipt, Receipt
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.jobs import Jobs
 from raymerge.merge_plan.memory import LEAST_BLOCK, SMALLEST_LANE, Projection
@@ -218,6 +219,7 @@ class SegmentsRunner:
         self._stagings = stagings
         self._retry_policy = retry_policy
         self._todo = todo
+        self._failures: dict[int, RaymergeError] = {}
         self._made_by = [runner(projection)]
         # Each lane computes on its own thread; torch's own threads would wait for each other at every step.
         self._torch_threads = torch.get_num_threads()
@@ -229,7 +231,15 @@ class SegmentsRunner:
         runner = self.fitting(budget)
         if self._todo is None:
             return self.settled(runner.run(number))
-        return self.settled(runner.run_jointly(number, self._todo[number]))
+        return self.settled(self._run_jointly(runner, number, self._todo[number]))
+
+    def _run_jointly(self, runner: SegmentRunner, number: int, plans: Sequence[int]) -> JointReceipt:
+        """A segment of these plans; one that has failed in another segment is left out. It is given up
+        anyhow, and a segment in which one fails is made again for the others."""
+        before = {plan: self._failures[plan] for plan in plans if plan in self._failures}
+        receipt = runner.run_jointly(number, [plan for plan in plans if plan not in before])
+        self._failures.update(receipt.failures)
+        return replace(receipt, failures={**receipt.failures, **before})
 
     def settled(self, receipt: Receipt) -> Receipt:
         """The result, with failures of storage; raises CheckpointError where it is useless."""

@@ -23,6 +23,8 @@ from kits.tensor_scaled_models import fp8_llama, fp8_mixture, nvfp4_llama
 
 from raymerge.api import plan, plan_sweep
 from raymerge.errors import NonFiniteError
+from raymerge.execute.receipts import Receipt
+from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.joint import joint_groups
 from raymerge.merge_plan.memory import project
@@ -152,7 +154,18 @@ def test_windows_of_the_same_checkpoints_read_each_once(
     assert read == size
 
 
-def test_one_output_that_is_not_finite_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_one_output_that_is_not_finite_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = SegmentRunner.made
+
+    def counted(self: SegmentRunner, segment: int, *args: Any, **more: Any) -> dict[int, Receipt]:
+        made.append(segment)
+        return make(self, segment, *args, **more)
+
+    monkeypatch.setattr(segments, "_SMALLEST", 1)
+    monkeypatch.setattr(SegmentRunner, "made", counted)
     root, values = tmp_path / "model", torch.full((64, 64), 60_000.0, dtype=torch.float16)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"}
     parent = write_checkpoint(root, {"model.norm.weight": values[0], "lm_head.weight": values}, config)
@@ -162,6 +175,9 @@ def test_one_output_that_is_not_finite_costs_the_others_nothing(tmp_path: Path) 
     assert all(
         isinstance(each.failures[1], NonFiniteError) and set(each.by_output) == {0, 2} for each in receipts
     )
+    # Only where it is seen first a segment is made again.
+    assert made == [0, *range(len(receipts))]
+    assert len(receipts) > 1
     for number, factor in ((0, 0.5), (2, 0.25)):
         stored = written(works[number].plan, works[number].staging)["lm_head.weight"]
         assert stored == (values * factor).numpy().tobytes()
