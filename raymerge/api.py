@@ -394,7 +394,7 @@ def plan_sweep(
     if (adapters := _of_adapters(ordered[0])) is not None:
         raise PlanError(_no_plan(adapters))
     begun = [
-        NO_COMMITS if chosen.replace else commits_begun(*each)
+        NO_COMMITS if chosen.replace else commits_begun(*each, or_published=True)
         for each in zip(ordered, places, steps, strict=True)
     ]
     # What no unfinished run fixes is the same for all outputs, so that it is read once.

@@ -117,7 +117,11 @@ def test_a_stopped_sweep_goes_on_with_what_each_output_lacks(
 
 
 @pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.ray)])
-def test_one_output_that_is_not_finite_does_not_lose_the_others(workers: int | None, tmp_path: Path) -> None:
+def test_one_output_that_is_not_finite_does_not_lose_the_others(
+    workers: int | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if workers:
+        request.getfixturevalue("ray_cluster")
     for name, value in (("base", 1.0), ("tune", 3.0)):
         tensors = {f"{number}.weight": torch.full((256, 512), value) for number in range(8)}
         write_checkpoint(

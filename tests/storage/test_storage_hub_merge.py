@@ -19,7 +19,7 @@ from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipe
 from kits.recipe_maker import linear, one
 from kits.s3_server import s3_server
 
-from raymerge.api import audit, plan, plan_for, replay, submit
+from raymerge.api import audit, plan, plan_for, replay, submit, submit_sweep
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import IncompleteError, PlanError, RecipeError
 from raymerge.events import Event, SegmentDone, Started, StorageFailed
@@ -233,6 +233,21 @@ def test_a_new_run_and_one_that_replaces_take_the_commits_of_now(
         (merged,) = plan_for(on_hub(family), output, options)
         roots = [source.checkpoint.root for source in merged.sources]
         assert f"hf://org/tune1@{commit}" in roots
+
+
+def test_outputs_of_a_sweep_that_are_there_keep_their_commits(
+    hub: HubServer, family: Family, tmp_path: Path
+) -> None:
+    plain = on_hub(family)
+    models = [{**each, "parameters": {"weight": "$w"}} for each in plain["models"]]
+    sweep = {**plain, "models": models, "sweep": {"w": [0.3, 0.6]}}
+    first = submit_sweep(sweep, tmp_path / "outs", INLINE)
+    hub.push("org/tune1", family.tunes[1])
+    hub.forget()
+    again = submit_sweep(sweep, tmp_path / "outs", INLINE)
+    assert {name: each.digest for name, each in again.items()} == {
+        name: each.digest for name, each in first.items()
+    }
 
 
 def test_a_commit_in_the_recipe_stays_what_it_is(hub: HubServer, family: Family, tmp_path: Path) -> None:

@@ -249,16 +249,19 @@ def forget_commits(steps: Path) -> None:
         (steps / _STEPS).unlink()
 
 
-def commits_begun(recipes: Iterable[AnyRecipe], output: Path | str, steps: Path) -> Commits:
-    """The commits that an unfinished run towards an output began with, if any. No server is asked for recipes
-    without addresses on the Hub.
+def commits_begun(
+    recipes: Iterable[AnyRecipe], output: Path | str, steps: Path, *, or_published: bool = False
+) -> Commits:
+    """The commits that an unfinished run towards an output began with, if any; with ``or_published`` else
+    those that a published one is of. No server is asked for recipes without addresses on the Hub.
 
     Raises OptionError without the client of the output's store, CheckpointError if it may not be read,
     TransientError if its server fails for too long."""
     named = (each for recipe in recipes for _, each in references(recipe))
     if not any(is_hub_place(path) for each in named for path in (each.path, each.lora_path or "")):
         return NO_COMMITS
-    record = records_of(str(output)).begun()
+    records = records_of(str(output))
+    record = records.begun() or (records.published() if or_published else None)
     begun = conditions_in(b"" if record is None else record(NAME)) or {}
     return {**_texts(object_at(steps / _STEPS)), **_texts(begun.get(_KEY))}
 
