@@ -68,7 +68,7 @@ def verify_structure(place: Path | str) -> Verdict:
         return Verdict(name, 0, 0, 0, False, error.problems, are_tensors_sound=False)
     problems = [*config_problems(checkpoint), *misread_problems]
     num_files = len(checkpoint.files)
-    if INDEX_FILE not in files and num_files > 1 and checkpoint.chunks is None:
+    if INDEX_FILE not in files and checkpoint.chunks is None and num_files > 1:
         # A complete set of files can be read without an index, but loaders want one.
         what = f"it has {num_files} weight files and no {INDEX_FILE}, so that no loader finds them."
         remedy = "Copy the index from where the files come from, or merge again."

@@ -30,7 +30,7 @@ from kits.training_checkpoint import (
 )
 from safetensors.torch import load_file
 
-from raymerge.api import AuditOptions, audit, plan, verify, write_chunks
+from raymerge.api import AuditOptions, audit, plan, submit_sweep, verify, write_chunks
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, OptionError, PlanError
 from raymerge.merge_plan.elements import torch_dtype
@@ -202,6 +202,25 @@ def test_chunks_on_an_object_store_give_the_same_bytes(tmp_path: Path) -> None:
         merge(mean_of("s3://models/m1", "s3://models/m2"), tmp_path / "far", options)
     near, far = (tmp_path / name / "model.safetensors" for name in ("near", "far"))
     assert near.read_bytes() == far.read_bytes()
+
+
+def test_window_of_torch_dist_checkpoints_is_the_average_of_the_paper(tmp_path: Path) -> None:
+    key, run = "decoder.layers.mlp.linear_fc1.weight", tmp_path / "run"
+    saved = [torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    for number, tensor in enumerate(saved, 1):
+        root = run / f"iter_{number:07d}"
+        save_chunks(root, {key: tensor}, {key: grid(tensor.shape, (), (3 * number,), (number,))})
+        (root / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    window = {"root": str(run), "windows": [5, 2], "schedule": "minus-sqrt"}
+    results = submit_sweep({"checkpoints": window, "outputs": "last-{window}"}, tmp_path / "out", INLINE)
+    assert set(results) == {"last-5", "last-2"}
+    shares = [1 - (number / 5) ** 0.5 for number in range(5)]
+    weights = [shares[0] - shares[1], *(shares[i] - shares[i + 1] for i in (1, 2, 3)), shares[4]]
+    total = torch.zeros_like(saved[0])
+    for weight, tensor in zip(weights, saved, strict=True):
+        total += weight * tensor
+    merged = read_tensors(tmp_path / "out" / "last-5")[key]
+    torch.testing.assert_close(merged, total, rtol=2e-7, atol=1e-7)
 
 
 # Written in chunks
