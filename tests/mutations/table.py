@@ -23,6 +23,7 @@ REPORT = "cli/test_cli_report_page.py verifier/test_verifier_observations.py"
 TRANSPLANT = "transplant/test_transplant.py"
 STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
 JOINT = "execute/test_execute_joint.py"
+SWEEP = "runtime/test_runtime_sweep.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -827,5 +828,16 @@ MUTATIONS = (
         "target * op.num_elements // max(1, op.nbytes)",
         "target * op.num_elements // max(1, op.cost)",
         JOINT,
+    ),
+    Mutation("publish/shards.py", "self._failures.update(receipt.failures)", "pass", JOINT),
+    # Several outputs of one submission
+    Mutation("runtime/driver/sweep_run.py", "if n not in own)", ")", SWEEP),
+    Mutation("runtime/driver/sweep_run.py", "isinstance(error, NonFiniteError) and", "False and", SWEEP),
+    Mutation("runtime/driver/sweep_run.py", "numbers[at : at + most]", "numbers[at : at + 9]", SWEEP),
+    Mutation("runtime/driver/sweep_run.py", 'return "its recipe has results between"', 'return ""', SWEEP),
+    Mutation("runtime/driver/sweep_run.py", "any(member.run.stop_request.is_made()", "any(False", SWEEP),
+    Mutation("runtime/driver/run.py", "not is_local or is_untouched(", "not is_local or bool(", SWEEP),
+    Mutation(
+        "api.py", "*each, or_published=True", "*each, or_published=False", "storage/test_storage_hub_merge.py"
     ),
 )
