@@ -73,6 +73,8 @@ class BlobReader:
     store: ReadStore
     files: Mapping[str, FileInfo]
     _headers: dict[tuple[str, int], FileHeader] = field(default_factory=dict)
+    _described: dict[bytes, _Described] = field(default_factory=dict)
+    """What descriptions of tensors say: those of chunks of one shape are equal bytes."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def place(self, tensor: SavedTensor, chunk: SavedChunk) -> Place:
@@ -96,7 +98,9 @@ class BlobReader:
         if description is None or description.nbytes > _MOST_NBYTES:
             raise ValueError("its archive has no description of a tensor")
         pickled = window.read(_data_offset(window, description), description.nbytes)
-        stored = _described(unpickle(pickled, _is_allowed))
+        stored = self._described.get(pickled)
+        if stored is None:
+            stored = self._described[pickled] = _described(unpickle(pickled, _is_allowed))
         folder = description.name.removesuffix("data.pkl")
         data = records.get(f"{folder}data/{stored.storage}")
         order = records.get(f"{folder}byteorder")
