@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from kits.adapter_maker import lora_config, tiny_lora
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
 from kits.pickle_maker import PICKLE, pickled_twin
 from kits.plan_maker import good, planned
 from kits.quantised_models import kimi_k2_thinking
 from kits.tokenizer_maker import CHATML_CONFIG, bpe
+from kits.training_checkpoint import grid, save_chunks
 
 from raymerge.api import plan_for
 from raymerge.checkpoints.header import read_header
@@ -219,6 +221,13 @@ def _pickle(root: Path) -> Target:
     return _planned("pickle", twin / PICKLE, recipe)
 
 
+def _chunks(root: Path, name: str, file: str) -> Target:
+    tensors = {name: torch.ones(4, 6) for name in ("a.weight", "b.weight")}
+    boxes = {"a.weight": grid((4, 6), (2,), (3,))}
+    saved = save_chunks(root / "saved", tensors, boxes, entries={"step": 1}, files=1)
+    return _planned(name, saved / file, _linear(saved))
+
+
 def _sweep(root: Path) -> Target:
     sample = {
         "sweep": {
@@ -264,5 +273,7 @@ _MAKERS: Mapping[str, Callable[[Path], Target]] = {
     "table": _table,
     "ledger": _ledger,
     "pickle": _pickle,
+    "chunk metadata": lambda root: _chunks(root, "chunk metadata", ".metadata"),
+    "chunks": lambda root: _chunks(root, "chunks", "__0_0.distcp"),
 }
 TARGETS = tuple(_MAKERS)
