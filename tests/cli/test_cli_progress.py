@@ -46,6 +46,10 @@ from raymerge.events import (
     Ended,
     Event,
     MemoryShort,
+    OutputFailed,
+    OutputKept,
+    OutputsPublished,
+    OutputsStarted,
     PartInHand,
     Planned,
     Published,
@@ -315,6 +319,27 @@ def test_plain_lines_tell_beginning_and_end() -> None:
         "  wrote   1.00 kB at 500 B/s",
         "  time    1:01 with 2 workers on cpu, of it 2.0 s merging",
         f"  digest  {'d' * 40}",
+    ]
+
+
+def test_reads_of_a_sweep_are_told_apart_and_end_together() -> None:
+    def read(number: int, *names: str) -> tuple[Event, ...]:
+        published = (Published(f"/out/{name}", 1.0) for name in names)
+        return OutputsStarted(names, number, 2), PLANNED, STARTED, *map(_done, range(10)), *published
+
+    failed = OutputFailed("b", 2, "1.weight: it does not fit.\nAnother line.")
+    end = OutputsPublished("/out", ("z", "a", "c"), 61.0)
+    lines = _said(OutputKept("z"), *read(1, "a"), failed, *read(2, "c"), end)
+    assert [line for line in lines if not line.startswith(("planned", "merg", "  by"))] == [
+        "z: made already, and left as it is",
+        "read 1 of 2, 1 output: a",
+        "published: /out/a",
+        "warning: b is given up, and others go on: 1.weight: it does not fit.",
+        "read 2 of 2, 1 output: c",
+        "published: /out/c",
+        "done: out",
+        "  outputs  3: z, a, c",
+        "  time     1:01",
     ]
 
 

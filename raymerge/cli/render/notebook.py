@@ -56,9 +56,10 @@ class NotebookProgress(Progress):
         self._tally.take(event)
         before = len(self._kept)
         self._tell(event)
-        is_end = isinstance(event, events.Ended | events.Published)
-        if is_end or len(self._kept) > before or self._clock() - self._drawn_at >= _PAUSE_SECONDS:
-            self._draw(is_over=(is_end and self._tally.is_last) or isinstance(event, events.Ended))
+        is_over = isinstance(event, events.Ended) or self._tally.is_end(event)
+        is_time = isinstance(event, events.Published) or self._clock() - self._drawn_at >= _PAUSE_SECONDS
+        if is_over or is_time or len(self._kept) > before:
+            self._draw(is_over=is_over)
 
     def _keep(self, renderable: RenderableType) -> None:
         self._kept.append(renderable)
