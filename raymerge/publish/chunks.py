@@ -62,10 +62,15 @@ def write_chunks(source: Checkpoint, like: str, output: Path) -> ChunksResult:
         check_disk_space(output.parent, sum(info.nbytes for info in template.files()))
         growing = output.parent / f".{output.name}.raymerge-chunks"
         shutil.rmtree(growing, ignore_errors=True)
-        with LocalStore(growing) as target:
-            _Writer(layout, source.tensors, weights, template, target).write()
-        _check(growing, source, weights)
-        os.rename(growing, output)
+        try:
+            with LocalStore(growing) as target:
+                _Writer(layout, source.tensors, weights, template, target).write()
+            _check(growing, source, weights)
+            os.rename(growing, output)
+        finally:
+            shutil.rmtree(growing, ignore_errors=True)
+    with LocalStore(output.parent) as parent:
+        parent.sync_directory()
     tensors = layout.model.tensors.values()
     return ChunksResult(
         str(output),
@@ -117,6 +122,7 @@ class _Writer:
         metadata = self.template.info(METADATA_FILE)
         if metadata is not None:
             self.target.write_atomic(METADATA_FILE, self.template.read(METADATA_FILE, 0, metadata.nbytes))
+        self.target.sync_directory()
 
     def _places(self, tensor: SavedTensor) -> Sequence[Place]:
         return [self.layout.reader.place(tensor, chunk) for chunk in tensor.chunks]

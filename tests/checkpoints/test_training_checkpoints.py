@@ -247,6 +247,16 @@ def test_a_merge_is_written_as_the_training_saved_it(as_safetensors: bool, tmp_p
     assert verify(tmp_path / "out").problems == ()
 
 
+def test_shards_for_the_hub_are_written_too(tmp_path: Path) -> None:
+    roots = [save_shards(tmp_path / f"m{seed}", tensors_of(seed), BOXES, ranks=12) for seed in (1, 2)]
+    merged = merge_here(mean_of(*roots), tmp_path / "merged")
+    write_chunks(tmp_path / "merged", roots[1], tmp_path / "out")
+    found = opened_tensors(tmp_path / "out")
+    assert found.keys() == merged.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {each.name for each in roots[1].iterdir()}
+
+
 def test_written_archives_have_right_checksums(tmp_path: Path) -> None:
     root = save_chunks(tmp_path / "a", tensors_of(1), BOXES)
     merge(mean_of(root, save_chunks(tmp_path / "b", tensors_of(2), BOXES)), tmp_path / "merged")
