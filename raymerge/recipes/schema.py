@@ -272,6 +272,8 @@ FLAG_ADVICE: Mapping[str, str] = flag_advice(
 REVISION_ADVICE = "A revision stands behind the name of its model, as in 'model: PATH@REVISION'."
 
 _RECIPE_ADVICE: Mapping[str, str] = {
+    "sweep": "It has named axes, like sweep: {t: [0.3, 0.5]}.",
+    "checkpoints": "It averages those of a training run.",
     **FLAG_ADVICE,
     "revision": REVISION_ADVICE,
     "pad_to_multiple_of": "Write it as tokenizer: {source: union, pad_to_multiple_of: 64}, "
