@@ -92,7 +92,6 @@ def _write_chunks(model: str, like: str, output: str, *, is_alone: bool, as_json
         else:
             size = f"{result.tensors} tensors, {format_size(result.nbytes)}, in {result.chunks} chunks"
             out.console.print(f"done: {result.output}", highlight=False)
-            out.console.print(
-                f"  {size}; {result.left} entries of the training are those of {like}", highlight=False
-            )
+            left = f"; {result.left} more, of the training, as in {like}" if result.left else ""
+            out.console.print(f"  {size}{left}", highlight=False)
     return 0
