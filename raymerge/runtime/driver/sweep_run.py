@@ -108,7 +108,8 @@ class JointRun:
         """Whether it was asked to stop; all may be made nevertheless."""
 
     def emit(self, event: Event) -> None:
-        """What concerns all outputs: told once, and written to the journal of each."""
+        """What happens to workers: told once, and written to the journal of each output, which otherwise has
+        the output's own events."""
         for member in self._members:
             member.journal(event)
         self._on_event(event)
@@ -143,7 +144,9 @@ class JointRun:
             made=dict(made),
         )
         for member, own in zip(self._members, each, strict=True):
-            member.journal(replace(sums, digest=own.digest))
+            # What is read for all stands in the receipts of the first.
+            is_first = member is self._members[0]
+            member.journal(own if is_first else replace(own, total_bytes=own.output_bytes))
         self._on_event(sums)
 
     def _begin(self, pool: Pool) -> None:
@@ -179,7 +182,11 @@ class JointRun:
         parts = sorted(costs, key=lambda segment: (-costs[segment], segment))
         done, done_bytes = len(every) - len(parts), sum(every) - sum(costs.values())
         how = pool.threads, pool.device_reason
-        self.emit(events.Started(pool.workers, pool.device, done, done_bytes, *how))
+        self._on_event(events.Started(pool.workers, pool.device, done, done_bytes, *how))
+        for member in members:
+            before = [] if member.begun is None else [*member.begun.receipts.values()]
+            nbytes = sum(map(_moved_bytes, before))
+            member.journal(events.Started(pool.workers, pool.device, len(before), nbytes, *how))
 
         def take(receipts: Receipts) -> None:
             made = [each for each in receipts if isinstance(each, JointReceipt)]
@@ -188,7 +195,7 @@ class JointRun:
             for receipt in made:
                 for number, error in receipt.failures.items():
                     self._fail(members[number], error)
-                report_segment(receipt, costs[receipt.segment], self.emit)
+                report_segment(receipt, costs[receipt.segment], self._on_event)
             if all(member.error is not None for member in members):
                 raise _NoneLeftError
 
@@ -201,7 +208,8 @@ class JointRun:
     def _record(self, member: _Member, receipts: Sequence[Receipt]) -> None:
         if member.error is None and member.begun is not None:
             with self._failing(member):
-                member.run.record(member.begun, tuple(receipts))
+                for receipt in member.run.record(member.begun, tuple(receipts)):
+                    report_segment(receipt, _moved_bytes(receipt), member.journal)
 
     def _conclude(self, pool: Pool, member: _Member) -> None:
         """Publish an output, or leave its place if it has failed."""
@@ -229,6 +237,10 @@ class JointRun:
             member.error = error
             if not self.is_stopped:
                 self._on_event(events.OutputFailed(member.name, error.exit_code, str(error)))
+
+
+def _moved_bytes(receipt: Receipt) -> int:
+    return receipt.read_bytes + receipt.written_bytes
 
 
 class _NoneLeftError(Exception):
