@@ -485,7 +485,7 @@ def _worker_that_is_left(recipe: dict[str, Any], output: Path) -> tuple[Runner, 
     planned = plan_for(recipe, output)[-1]
     pool = InlinePool("cpu", 1)
     run = Run(planned.plan, planned.sources, output, INLINE, on_event=lambda _: None)
-    ledger = run._staging.prepare(run._conditions(pool), replace=False)
+    ledger = run._staging.prepare(run._conditions(pool.numerics), replace=False)
     Shards(planned.plan, LocalStore(run._staging.root)).take_up(ledger)
     runner = run.segment_work(pool).open(torch.device("cpu"), "left")
     runner.run(0)
