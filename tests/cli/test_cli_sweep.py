@@ -100,7 +100,7 @@ def test_one_that_fails_is_named_and_the_others_are_made(folder: Path) -> None:
 def test_what_stands_in_the_way_of_some_is_told_before(folder: Path) -> None:
     shutil.copytree(folder / "one", folder / "outs" / "w0.5-float32")
     refused = _run(folder, "submit", "recipe.yml", "-o", "outs")
-    refused.check_refusal("w0.5-float32: this directory is", "--replace")
+    refused.check_refusal("w0.5-float32: this", "--replace")
     assert [each.name for each in (folder / "outs").iterdir()] == ["w0.5-float32"]
     page = _run(folder, "submit", "recipe.yml", "-o", "others", "--report", "page.html")
     page.check_refusal("this recipe makes several outputs")

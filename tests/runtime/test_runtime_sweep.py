@@ -297,7 +297,7 @@ def test_outputs_in_an_object_store_are_kept_there_too(
 
     def stop(event: object) -> None:
         if isinstance(event, Published):
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         submit_sweep(sweep, s3.place("outs"), INLINE, on_event=EventLog(stop))

@@ -414,7 +414,7 @@ class LocalStore:
         self._retry_policy = retry_policy or retry.RetryPolicy()
         self._expected = {self.location(key): info for key, info in expected.items()}
         self._compared: set[str] = set()
-        self._lost: set[str] = set()
+        self._lost: dict[str, OSError] = {}
         self._open_files = OpenFiles(_MAX_OPEN_FILES, self._compare_opened if expected else None, guard)
         self._extents = Extents(self._open_files)
         self._copier = RangeCopier()
@@ -579,13 +579,15 @@ class LocalStore:
         on. Raises DiskSpaceError: the file system has no room for what was written; TransientError: the
         storage failed, now or before."""
         path = self.location(key)
-        if path in self._lost:
+        if (before := self._lost.get(path)) is not None:
+            if before.errno not in retry.TRANSIENT:
+                raise retry.disk_space_error(path, 0, before) from before
             raise TransientError(f"{path}: bytes of it were lost while they were made durable. {retry.KEPT}")
         try:
             with self._open_files.borrow(path, writable=True) as descriptor:
                 sync_data(descriptor)
         except OSError as error:
-            self._lost.add(path)
+            self._lost[path] = error
             if error.errno in retry.TRANSIENT:
                 raise TransientError(
                     f"{path}: not made durable: {retry.describe_error(error)}. {retry.KEPT}"
