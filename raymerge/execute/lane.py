@@ -34,9 +34,11 @@ from raymerge.storage.local.mapping import PageMaps
 def _refuse_negative_scales(load: Load, raws: Sequence[Raw]) -> None:
     """Raises NotFinite: what is not finite shows in the numbers, but a wrong sign does not."""
     for tile, raw in zip(load.tiles, raws, strict=True):
-        codes = (each for each in raw if isinstance(each, RawCodes))
-        if any(are_negative(dtype, data.numpy()) for each in codes for dtype, data in each.all_scales):
-            raise NotFinite(tile.op)
+        for number in range(len(tile.op.each)):
+            own, share = tile.variant(number, raw)
+            codes = (each for each in share if isinstance(each, RawCodes))
+            if any(are_negative(dtype, data.numpy()) for each in codes for dtype, data in each.all_scales):
+                raise NotFinite(own.op)
 
 
 NOTHING = torch.empty(0, dtype=torch.uint8)

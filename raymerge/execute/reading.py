@@ -166,7 +166,7 @@ def _cut(ops: Sequence[OpJob], lane: memory.Lane, device: torch.device) -> Itera
         cut = memory.tiling(op.need, op.num_elements, lane, passes=passes)
         if op.variants and cut.peak > lane.budget:
             # Too much together: each is made by itself, of a read of its own.
-            yield from _cut(op.each, lane, device)
+            yield from _cut([replace(each, leaves_inputs=False) for each in op.each], lane, device)
             continue
         need = op.need if device.type == "cpu" else op.need.on_gpu
         mine = need.load_bytes(op.num_elements)
@@ -301,7 +301,7 @@ class LoadReader:
         """Name of the one that was read for last."""
         self._sources = sources
         self._maps = maps
-        self._op = -1
+        self._op: OpJob | None = None
         self._factors: dict[int, tuple[tuple[torch.Tensor, ...], ...]] = {}
 
     def read(self, load: Load, buffer: torch.Tensor, *, again: bool = False) -> tuple[Raw, ...]:
@@ -380,9 +380,9 @@ class LoadReader:
 
     def _take_up_factors(self, tile: TileJob) -> None:
         """Read what the products of an op's inputs are made of, once for all of its tiles."""
-        if tile.op.index == self._op:
+        if tile.op is self._op:
             return
-        self._op = tile.op.index
+        self._op = tile.op
         self._factors = {
             number: tuple(
                 tuple(self._bytes(own, own.offset, own.nbytes) for own in gather_input.factors)

@@ -223,6 +223,11 @@ class OutputError(Exception):
     def __init__(self, outputs: Sequence[int], error: RaymergeError) -> None:
         super().__init__(str(error))
         self.outputs = tuple(outputs)
+        # It is kept, and its frames would keep a lane's memory.
+        each: BaseException | None = error
+        while each is not None:
+            each.__traceback__ = None
+            each = each.__cause__ or each.__context__
         self.error = error
 
 
@@ -443,7 +448,7 @@ class SegmentRunner:
         try:
             Lane(self._lane_state, turn, reader, outputs, equipment).run(tuple(cut))
         except NotFinite as error:
-            with self._failing(*(each.output for each in error.op.each)):
+            with self._failing(error.op.output):
                 raise self._non_finite_origin(error.op, reader, equipment.buffer) from None
         except DiskSpaceError:
             with self._failing(*(number for number, output in outputs.items() if output.has_failed)):

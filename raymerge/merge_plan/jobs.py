@@ -234,9 +234,10 @@ def _joint_need(read: Need, variants: Sequence[Variant]) -> Need:
     """The need of ops that are made one after the other of one read: different statistics live together where
     they are taken tile by tile."""
     needs = [each.op.need for each in variants]
-    fixed = {
-        (each.inputs, *each.op.observed): need.fixed_bytes for each, need in zip(variants, needs, strict=True)
-    }
+    fixed: dict[Hashable, int] = {}
+    for each in variants:
+        key = (each.inputs, *each.op.observed)
+        fixed[key] = max(fixed.get(key, 0), each.op.need.fixed_bytes)
     pieces = [each.piece for each in needs]
     return replace(
         read,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from raymerge.merge_plan.jobs import GatheredInput, Input, JobPart, OpJob, Variant
-from raymerge.merge_plan.plan import Ints, Plan, digest, ints
+from raymerge.merge_plan.plan import Ints, Plan, codes, digest, input_bytes, ints, lists
 
 _READING = ("parts", "inputs", "scales", "gathers", "gather_inputs", "factors", "runs")
 _LAYOUT: Mapping[str, tuple[str, ...]] = {
@@ -38,14 +39,61 @@ def with_tables_of(plan: Plan, other: Plan) -> Plan:
 
 
 def joint_costs(plans: Sequence[Plan]) -> list[int]:
-    """Bytes that each segment reads and writes, at most: as if the plans with the costliest read all that the
-    others do."""
+    """Bytes that each segment reads and writes for all of these plans."""
     if len(plans) == 1:
         costs: list[int] = plans[0]["segments"].column("cost").to_pylist()
         return costs
-    written = [_written_bytes(plan) for plan in plans]
-    read = [ints(plan["segments"], "cost") - own for plan, own in zip(plans, written, strict=True)]
-    return [int(each) for each in np.maximum.reduce(read) + sum(written)]
+    read = joint_read_bytes(plans)
+    return [int(each) for each in sum((_written_bytes(plan) for plan in plans), start=read)]
+
+
+def joint_read_bytes(plans: Sequence[Plan]) -> Ints:
+    """Bytes that each segment is read from for all of these plans ``[segments]``: what several read alike
+    counts once, unless their ops are made apart."""
+    files: dict[Hashable, int] = {}
+    known: list[tuple[object, ...]] = []
+    apart, columns = np.zeros(len(plans[0]["segments"]), dtype=np.int64), list[Ints]()
+    for plan in plans:
+        own = _reads(plan, files)
+        apart += own.apart
+        tables = plan["inputs"], plan["ops"], plan["scales"], plan.manifest["sources"]
+        if not any(all(one is two or one == two for one, two in zip(tables, t, strict=True)) for t in known):
+            columns.append(own.columns)
+            known.append(tables)
+    # Nothing of one plan is read twice in the same op.
+    distinct = columns[0] if len(columns) == 1 else np.unique(np.concatenate(columns, axis=1), axis=1)
+    shared = np.bincount(distinct[0], weights=distinct[-1], minlength=len(apart))
+    return np.asarray(apart + shared.astype(np.int64))
+
+
+class _Reads(NamedTuple):
+    columns: Ints
+    """Segment, op, file, offset, gather and bytes of each input that others may read too ``[6, inputs]``."""
+    apart: Ints
+    """Bytes read by ops that are made by themselves ``[segments]``."""
+
+
+def _reads(plan: Plan, files: dict[Hashable, int]) -> _Reads:
+    """``files`` numbers what is read by what it is, for all plans."""
+    ops, inputs, segments = plan["ops"], plan["inputs"], plan["segments"]
+    joined, _ = lists(ops, "joined_with")
+    is_made = (ints(ops, "copy_of") < 0) & (ints(ops, "made_with") < 0)
+    of_input = np.repeat(np.arange(len(ops)), ints(ops, "num_inputs"))
+    taken = (is_made & (joined == 0))[of_input]
+    segment = np.searchsorted(ints(segments, "first_op"), of_input, side="right") - 1
+    keys, words = codes(inputs, "key")
+    sources = [json.dumps(each, sort_keys=True) for each in plan.manifest["sources"]]
+    pairs, which = np.unique(np.stack([ints(inputs, "source"), keys]), axis=1, return_inverse=True)
+    numbers = [files.setdefault((sources[s], words[k]), len(files)) for s, k in pairs.T.tolist()]
+    nbytes = input_bytes(plan)
+    place = (
+        np.array(numbers, dtype=np.int64)[which.reshape(-1)],
+        ints(inputs, "offset"),
+        ints(inputs, "gather"),
+    )
+    columns = np.stack([segment, *place, nbytes])[:, taken]
+    own = np.bincount(segment[taken], weights=nbytes[taken], minlength=len(segments)).astype(np.int64)
+    return _Reads(columns, ints(segments, "cost") - _written_bytes(plan) - own)
 
 
 def _written_bytes(plan: Plan) -> Ints:

@@ -130,8 +130,9 @@ class JointWork:
         beside = len(self.works) * LEAST_BLOCK
         had = self.projection.lane.budget + self.projection.shared if budget is None else budget
         smaller = [self.works[plan].lessened(number, had - beside) for plan in self.todo[number]]
-        fitting = [each + beside for each in smaller if each is not None]
-        return max(fitting) if fitting else None
+        if all(each is None for each in smaller):
+            return None
+        return beside + max(had - beside if each is None else each for each in smaller)
 
     def open(self, device: torch.device, name: str) -> SegmentsRunner:
         return _opened(self.works, self.projection, device, name, todo=self.todo)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.adapter_maker import tiny_lora
+from kits.checkpoint_maker import fields, read_tensors, tiny_llama, write_checkpoint
 from kits.joint_merges import elsewhere, joint_work, made_apart, made_together, planned, written
 from kits.marks import slow_but
 from kits.memory_meter import AllocationMeter
@@ -23,10 +26,11 @@ from kits.tensor_scaled_models import fp8_llama, fp8_mixture, nvfp4_llama
 
 from raymerge.api import plan, plan_sweep
 from raymerge.errors import NonFiniteError
-from raymerge.execute.receipts import Receipt
+from raymerge.execute.receipts import JointReceipt, Receipt
 from raymerge.execute.segment import SegmentRunner
+from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan import segments
-from raymerge.merge_plan.joint import joint_groups
+from raymerge.merge_plan.joint import joint_groups, joint_read_bytes
 from raymerge.merge_plan.memory import project
 from raymerge.methods import methods
 
@@ -94,6 +98,14 @@ def _check(sweep: list[dict[str, Any]], root: Path, budget: int) -> tuple[int, i
     receipts = made_together(together)
     for work, own in zip(together.works, expected, strict=True):
         assert written(work.plan, work.staging) == own
+    if budget == ROOMY:
+        most = int(joint_read_bytes([work.plan for work in works]).sum())
+        # Codes that share one scale are counted as if each looked at the others for itself.
+        is_exact = not any(
+            each for work in works for each in work.plan["ops"].column("joined_with").to_pylist()
+        )
+        read = sum(each.read_bytes for each in receipts)
+        assert read == most if is_exact else most / 2 < read <= most
     apart = sum(cost for work in works for cost in work.plan["segments"].column("cost").to_pylist())
     return sum(each.read_bytes for each in receipts), apart
 
@@ -201,3 +213,65 @@ def test_plans_of_a_sweep_travel_as_one(family: Family) -> None:
     assert len({each.digest for each in plans}) == 6
     sizes = [len(pickle.dumps([each.tables for each in some])) for some in (plans[:1], plans)]
     assert sizes[1] < 1.1 * sizes[0]
+
+
+@pytest.mark.parametrize("beside", [1 * MIB, 4 * MIB, ROOMY])
+def test_adapters_of_one_output_never_reach_another(beside: int, tmp_path: Path) -> None:
+    """However many of them are made with a read of their own, for want of memory."""
+    base = tiny_llama(tmp_path / "base", 0, hidden=512, vocab=1024, layers=1)
+    tune = tiny_llama(tmp_path / "tune", 1, hidden=512, vocab=1024, layers=1, base=base)
+    tensors = read_tensors(base)
+    adapters = [tiny_lora(tmp_path / f"adapter{seed}", tensors, seed) for seed in range(4)]
+    sweep = [linear(f"{base}+{adapter}", tune) for adapter in adapters]
+    least = max(project(plan(each).require(), MIB).least_budget for each in sweep)
+    _check(sweep, tmp_path, least + beside)
+
+
+def test_experts_made_in_place_keep_the_memory_limit(tmp_path: Path) -> None:
+    models = [_mixture(tmp_path / str(seed), seed) for seed in (1, 2)]
+    sweep = [slerp(*models, t=t) for t in (0.2, 0.4, 0.7)]
+    budget = 5 * MIB // 2 + max(project(plan(each).require(), MIB).least_budget for each in sweep)
+    _check(sweep, tmp_path, budget)
+    work = joint_work([planned(each, tmp_path / f"measured{n}", budget) for n, each in enumerate(sweep)])
+    with counted_buffers() as buffers, AllocationMeter() as meter:
+        made_together(work)
+    assert meter.peak_bytes + buffers.most <= work.projection.peak + OBJECTS
+
+
+def _mixture(root: Path, seed: int) -> Path:
+    experts, width, hidden = 2, 3072, 512
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "model.norm.weight": (hidden,),
+        "model.layers.0.mlp.router.weight": (experts, hidden),
+        "model.layers.0.mlp.experts.gate_up_proj": (experts, hidden, 2 * width),
+        "model.layers.0.mlp.experts.down_proj": (experts, width, hidden),
+    }
+    config = fields(
+        "model_type: gpt_oss, architectures: [GptOssForCausalLM], num_hidden_layers: 1, "
+        f"num_local_experts: {experts}, hidden_size: {hidden}, intermediate_size: {width}, "
+        "torch_dtype: bfloat16"
+    )
+    made = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    return write_checkpoint(root, made, config)
+
+
+def test_outputs_that_failed_hold_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, values = tmp_path / "model", torch.full((256, 256), 60_000.0, dtype=torch.float16)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"}
+    parent = write_checkpoint(root, {"model.norm.weight": values[0], "lm_head.weight": values}, config)
+    sweep = [linear(parent, parameters={"weight": weight, "normalize": False}) for weight in (0.5, 4.0, 5.0)]
+    work = joint_work([planned(each, tmp_path / str(n), 16 * MIB) for n, each in enumerate(sweep)])
+    got: weakref.WeakSet[object] = weakref.WeakSet()
+    buffer = HostTransfers.buffer
+
+    def counted(self: HostTransfers, nbytes: int) -> torch.Tensor:
+        got.add(made := buffer(self, nbytes))
+        return made
+
+    monkeypatch.setattr(HostTransfers, "buffer", counted)
+    with closing(work.open(torch.device("cpu"), "worker")) as runner:
+        receipts = [runner.run(segment) for segment in work.todo]
+        assert all(isinstance(each, JointReceipt) and len(each.failures) == 2 for each in receipts)
+        # A load's, and one for each output.
+        assert len(got) <= 1 + len(sweep)

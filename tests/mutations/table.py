@@ -644,7 +644,9 @@ MUTATIONS = (
         "pass",
         f"{STORAGE} storage/test_storage_extents.py",
     ),
-    Mutation("storage/local/store.py", "if path in self._lost:", "if False:", STORAGE),
+    Mutation(
+        "storage/local/store.py", "if (before := self._lost.get(path)) is not None:", "if False:", STORAGE
+    ),
     Mutation("storage/local/mapping.py", "maps.lost_pages += 1", "pass", "storage/test_storage_mapping.py"),
     Mutation(
         "storage/local/mapping.py",
@@ -840,4 +842,12 @@ MUTATIONS = (
     Mutation(
         "api.py", "*each, or_published=True", "*each, or_published=False", "storage/test_storage_hub_merge.py"
     ),
+    Mutation(
+        "execute/reading.py",
+        "if tile.op is self._op:",
+        "if self._op is not None and tile.op.index == self._op.index:",
+        JOINT,
+    ),
+    Mutation("execute/segment.py", "each.__traceback__ = None", "pass", JOINT),
+    Mutation("merge_plan/jobs.py", "max(fixed.get(key, 0), each.op.need.fixed_bytes)", "0", JOINT),
 )

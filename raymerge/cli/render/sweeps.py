@@ -11,10 +11,12 @@ from rich.console import Console
 from raymerge.cli.render.reports import Account, show_accounts
 from raymerge.cli.render.screen import counted, heading, show_table
 from raymerge.errors import shortlist
+from raymerge.merge_plan.joint import joint_read_bytes
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from raymerge.errors import Problem
+    from raymerge.merge_plan.plan import Plan
     from raymerge.recipes.sweep import SweepOutput
     from raymerge.runtime.driver.sweep_run import OutputMerges, ReadGroup
 
@@ -39,8 +41,16 @@ class SweepAccount:
         return tuple(self.outputs[number].name for number in group.numbers)
 
     def read_bytes(self, group: ReadGroup) -> int:
-        """The most that any of its outputs reads, which is what others read too."""
-        return max(self.accounts[number].explanation.read_bytes for number in group.numbers)
+        return int(joint_read_bytes(self._plans(group)).sum())
+
+    def own_bytes(self, group: ReadGroup) -> int:
+        """Bytes beside what the output reads that reads most: other models, and codes that share a scale."""
+        return self.read_bytes(group) - max(
+            int(joint_read_bytes([plan]).sum()) for plan in self._plans(group)
+        )
+
+    def _plans(self, group: ReadGroup) -> list[Plan]:
+        return [self.places[number].merges[-1].plan for number in group.numbers]
 
     @property
     def written_bytes(self) -> int:
@@ -118,6 +128,8 @@ def _facts(account: SweepAccount) -> Iterator[tuple[str, str]]:
         if group.why_apart:
             apart.setdefault(group.why_apart, []).append(account.names(group)[0])
     how += [f"{shortlist(names, _OUTPUTS_SHOWN)} apart: {why}" for why, names in apart.items()]
+    if own := sum(map(account.own_bytes, groups)):
+        how.append(f"{format_size(own)} of it for some of the outputs alone")
     yield "reads", "\n".join([f"{counted(len(groups), 'read')} of the models, {format_size(total)}", *how])
     yield "writes", format_size(account.written_bytes)
     tensors, nbytes = account.equal

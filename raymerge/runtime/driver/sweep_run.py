@@ -75,7 +75,14 @@ def _why_apart(output: OutputMerges) -> str:
 
 
 def _neediest(projections: Sequence[Projection]) -> Projection:
-    return min(projections, key=lambda each: (each.lanes, -each.least_budget))
+    """The projection of plans that are made together: of each number the one that takes most."""
+    most = min(projections, key=lambda each: (each.lanes, -each.least_budget))
+    return replace(
+        most,
+        shared=max(each.shared for each in projections),
+        least_lane=max(each.least_lane for each in projections),
+        gpu_peak=max(each.gpu_peak for each in projections),
+    )
 
 
 @dataclass(slots=True)
@@ -151,9 +158,12 @@ class JointRun:
 
     def _begin(self, pool: Pool) -> None:
         leases: list[tuple[_Member, Lease]] = []
+        checked: list[tuple[object, ...]] = []
         for member in self._members:
             with self._failing(member):
-                member.run.check_scales()
+                if (read := _scales_read(member.run)) not in checked:
+                    member.run.check_scales()
+                    checked.append(read)
                 leases.append((member, member.run.hold(member.held)))
         if leases:
             pool.survey(self._work(pool, [member for member, _ in leases]))
@@ -241,6 +251,11 @@ class JointRun:
 
 def _moved_bytes(receipt: Receipt) -> int:
     return receipt.read_bytes + receipt.written_bytes
+
+
+def _scales_read(run: Run) -> tuple[object, ...]:
+    """What the check of a plan's scales depends on."""
+    return run.plan["inputs"], run.plan["scales"], run.plan.manifest["sources"]
 
 
 class _NoneLeftError(Exception):
