@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
@@ -15,6 +15,8 @@ from raymerge.recipes.load import VARIABLE
 
 MAX_OUTPUTS = 1000
 """Every output has a plan, and all plans are in memory before the first byte is read."""
+_MAX_ASSIGNMENTS = 100 * MAX_OUTPUTS
+"""Before ``exclude`` takes some of them out."""
 
 AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("zip", "include", "exclude")
@@ -38,6 +40,7 @@ class AxisValue:
 
 
 Assignment: TypeAlias = Mapping[str, AxisValue]
+_Identities: TypeAlias = tuple[tuple[bool, Plain], ...]
 ScalarText: TypeAlias = Callable[[FieldPath], str | None]
 """A scalar of the block as YAML, by its path; None where there is no text."""
 
@@ -90,22 +93,30 @@ class AxesReader:
             if missing := [f"'{name}'" for name in self.names if name not in given]:
                 what = f"the assignment has no value for {shortlist(missing)}."
                 self._refuse(("include", number), what, "Give a value for every axis.")
-        num_outputs = math.prod(map(len, groups)) + len(included)
-        if num_outputs > MAX_OUTPUTS:
-            what = f"'sweep' has {num_outputs} outputs; at most {MAX_OUTPUTS} are planned together."
-            self._refuse((), what, "Make several sweeps of it.")
-        if self.faults:
+        product_size = math.prod(map(len, groups))
+        if self._exceeds(_MAX_ASSIGNMENTS, product_size, "assignments before 'exclude'") or self.faults:
             return ()
         whole = [{name: value for row in rows for name, value in row.items()} for rows in product(*groups)]
         left = self._without(excluded, whole)
+        if self._exceeds(MAX_OUTPUTS, len(left) + len(included), "outputs"):
+            return ()
+        there = {_identities(each, self.names) for each in left}
         for number, each in included.items():
-            if any(_is_part(each, other) for other in left):
+            if (own := _identities(each, self.names)) in there:
                 what = f"the assignment {described(shown_values(each))} is there already."
                 self._refuse(("include", number), what, "Remove it.")
+            there.add(own)
             left.append(each)
         if not left and not self.faults:
             self._refuse(("exclude",), "every assignment is excluded.", "Leave some.")
         return () if self.faults else tuple({name: each[name] for name in self.names} for each in left)
+
+    def _exceeds(self, most: int, number: int, things: str) -> bool:
+        """Refuses the sweep where it does."""
+        if number > most:
+            what = f"'sweep' has {number} {things}; at most {most} are planned together."
+            self._refuse((), what, "Make several sweeps of it.")
+        return number > most
 
     def _refuse(self, path: FieldPath, what: str, remedy: str) -> None:
         self.faults.append(Fault(path, what, remedy))
@@ -160,10 +171,12 @@ class AxesReader:
             dict(zip(group, values, strict=True))
             for values in zip(*(self.axes[name] for name in group), strict=False)
         ]
+        before: set[_Identities] = set()
         for number, row in enumerate(rows):
-            if any(_is_part(row, other) for other in rows[:number]):
+            if (own := _identities(row, group)) in before:
                 what = f"{described(shown_values(row))} stands twice."
                 self._refuse((group[0], number), what, "Remove one of the two.")
+            before.add(own)
         return rows
 
     def _entries(self, key: str) -> dict[int, dict[str, AxisValue]]:
@@ -187,12 +200,22 @@ class AxesReader:
         return entries
 
     def _without(self, excluded: Mapping[int, Assignment], whole: Sequence[Assignment]) -> list[Assignment]:
+        there: dict[tuple[str, ...], set[_Identities]] = {}
+        taken: dict[tuple[str, ...], set[_Identities]] = {}
         for number, entry in excluded.items():
-            if not any(_is_part(entry, each) for each in whole):
+            axes = tuple(sorted(entry))
+            if axes not in there:
+                there[axes], taken[axes] = {_identities(each, axes) for each in whole}, set()
+            taken[axes].add(own := _identities(entry, axes))
+            if own not in there[axes]:
                 what = f"nothing has {described(shown_values(entry))}."
                 self._refuse(("exclude", number), what, "Remove it, or correct a value.")
-        return [each for each in whole if not any(_is_part(entry, each) for entry in excluded.values())]
+        return [
+            each
+            for each in whole
+            if not any(_identities(each, axes) in entries for axes, entries in taken.items())
+        ]
 
 
-def _is_part(entry: Assignment, whole: Assignment) -> bool:
-    return all(value.identity == whole[name].identity for name, value in entry.items())
+def _identities(assignment: Assignment, axes: Iterable[str]) -> _Identities:
+    return tuple(assignment[axis].identity for axis in axes)

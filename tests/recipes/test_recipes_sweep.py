@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from raymerge.errors import RecipeError
+from raymerge.recipes.axes import AxesReader
 from raymerge.recipes.load import parse_recipe, parse_recipes
 from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping
 
@@ -108,6 +109,19 @@ def test_include_adds_and_exclude_takes_out(tmp_path: Path) -> None:
     )
     names = [each.name for each in outputs(text, tmp_path)]
     assert names == ["slerp-t0.3", "nuslerp-t0.3", "nuslerp-t0.50", "lines-t1"]
+
+
+def test_what_is_excluded_does_not_count_as_outputs() -> None:
+    numbers = [*range(40)]
+    excluded = [{"a": a, "b": b} for a in numbers for b in numbers[10:]]
+    reader = AxesReader({"a": numbers, "b": numbers, "exclude": excluded}, lambda _: None)
+    left = [tuple(value.value for value in each.values()) for each in reader.assignments()]
+    assert left == [(a, b) for a in numbers for b in numbers[:10]]
+    huge = AxesReader(dict.fromkeys("abcdefgh", numbers), lambda _: None)
+    assert huge.assignments() == ()
+    assert [fault.what for fault in huge.faults] == [
+        f"'sweep' has {40**8} assignments before 'exclude'; at most 100000 are planned together."
+    ]
 
 
 def test_values_stand_in_gradients_rules_and_models(tmp_path: Path) -> None:
