@@ -255,7 +255,7 @@ def _places(
         return {}
     if average is not None:
         first = average.last + (every or 1)
-    chosen = _Selection(first, last, every, pattern)
+    chosen = _Selection(first, last, every, pattern, goes_on=average is not None)
     return attempt(lambda place: chosen.places(str(place), files), root, ("root",), faults) or {}
 
 
@@ -265,6 +265,8 @@ class _Selection:
     last: int | None
     every: int | None
     pattern: str | None
+    goes_on: bool
+    """Whether ``first`` is the next one after an average."""
 
     def places(self, root: str, files: RunFiles) -> dict[int, str]:
         """The checkpoints, oldest first. Raises FaultError: there are none, or two of one iteration."""
@@ -304,11 +306,20 @@ class _Selection:
         iterations = sorted(number for name in names if (number := self._iteration(name)) is not None)
         if iterations:
             there = f"the iterations there are {iterations[0]} to {iterations[-1]}"
+            if self.goes_on:
+                return self._nothing_newer(root, there)
             return f"no checkpoint of '{root}' is in the range: {there}.", "Change 'from' or 'to'."
         if not names:
             return f"there are no directories in '{root}'.", "Name the directory that holds the checkpoints."
         what = f"no directory of '{root}' is named by its iteration: there are {shortlist(names)}."
         return what, f"Name the directory that holds the checkpoints, or add pattern: 'iter_{_NUMBER}'."
+
+    def _nothing_newer(self, root: str, there: str) -> tuple[str, str]:
+        until = "on" if self.last is None else f"to {self.last}"
+        what = f"no checkpoint of '{root}' is newer than the average, from {self.first} {until}: {there}."
+        keys = [key for key, value in (("'to'", self.last), ("'every'", self.every)) if value is not None]
+        change = f"Change {' or '.join(keys)}, or run" if keys else "Run"
+        return what, f"{change} this again when there is one."
 
 
 def _read_root(value: object) -> str:

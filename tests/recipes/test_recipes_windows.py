@@ -237,7 +237,8 @@ def test_an_average_goes_on_without_the_checkpoints_that_it_is_made_of(schedule:
         ("linear", "cosine", "continue: with this schedule every new checkpoint changes the shares"),
         ("linear", "ema:0.5", "continue: the average was made with the schedule 'linear'."),
         ("linear", "linear, windows: [3]", "'windows' does not go with 'continue'"),
-        ("linear", "linear, to: 40", "root: no checkpoint of 'r' is in the range"),
+        ("linear", "linear, to: 40", "root: no checkpoint of 'r' is newer than the average, from 41 to 40"),
+        ("linear", "linear, every: 20", "root: no checkpoint of 'r' is newer than the average, from 60 on"),
         ("x-average", "x-more", "continue: 'before' is no average that can be continued."),
     ],
 )
@@ -250,3 +251,4 @@ def test_an_average_that_cannot_go_on(old: str, new: str, expected: str, tmp_pat
     assert draft is not None
     (problem, *_) = draft.problems
     assert problem.what.startswith(expected)
+    assert "'from'" not in problem.remedy
