@@ -15,11 +15,22 @@ import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, write_checkpoint
 from kits.driver_process import driver, wait_for_receipts
-from kits.merge_cases import INLINE, LEAST_MEMORY, EventLog, Family, digests, merge, recipes, staging_of
+from kits.merge_cases import (
+    INLINE,
+    LEAST_MEMORY,
+    EventLog,
+    Family,
+    digests,
+    make_family,
+    merge,
+    recipes,
+    staging_of,
+)
+from kits.recipe_maker import linear
 from kits.s3_server import S3Server
 
-from raymerge.api import plan, read_sweep, submit_sweep
-from raymerge.errors import DiskSpaceError, IncompleteError, NonFiniteError, TargetError
+from raymerge.api import plan, read_sweep, submit, submit_sweep
+from raymerge.errors import CheckpointError, DiskSpaceError, IncompleteError, NonFiniteError, TargetError
 from raymerge.events import (
     OutputFailed,
     OutputKept,
@@ -308,3 +319,25 @@ def test_outputs_in_an_object_store_are_kept_there_too(
         assert result.digest == apart[name][0]
         weights = s3.objects(f"outs/{name}/")[f"outs/{name}/model.safetensors"]
         assert hashlib.sha256(weights).hexdigest() == apart[name][1]["model.safetensors"]
+
+
+def test_a_source_that_is_changed_costs_only_the_outputs_that_read_it(tmp_path: Path) -> None:
+    family = make_family(tmp_path / "models", hidden=160)
+    sweep = {
+        "sweep": {"parent": [str(each) for each in family.tunes], "label": ["a", "b", "c"], "zip": True},
+        "outputs": "with-{label}",
+        **linear(family.base, "$parent"),
+    }
+    harmed = family.tunes[2] / "model.safetensors"
+
+    def harm(event: object) -> None:
+        if isinstance(event, Started):
+            os.truncate(harmed, harmed.stat().st_size // 2)
+
+    with pytest.raises(CheckpointError, match=r"with-c: .*the file was changed while it was merged"):
+        submit_sweep(sweep, tmp_path / "outs", INLINE, on_event=harm)
+    for label, tune in zip("ab", family.tunes, strict=False):
+        submit(linear(family.base, tune), tmp_path / label, INLINE)
+        files = (tmp_path / each / "model.safetensors" for each in (label, f"outs/with-{label}"))
+        assert len({each.read_bytes() for each in files}) == 1
+    assert not (tmp_path / "outs" / "with-c").exists()

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from raymerge import events
-from raymerge.errors import IncompleteError, NonFiniteError, Problem, RaymergeError, UserError, shortlist
+from raymerge.errors import (
+    CheckpointError,
+    IncompleteError,
+    NonFiniteError,
+    Problem,
+    RaymergeError,
+    UserError,
+    shortlist,
+)
 from raymerge.events import Event, OnEvent
 from raymerge.execute.receipts import JointReceipt, Receipt
 from raymerge.merge_plan.joint import joint_costs, joint_groups
@@ -133,6 +141,21 @@ class JointRun:
                 self._make(pool, begun)
             for member in self._members:
                 self._conclude(pool, member)
+
+    def without_changed(self, error: CheckpointError) -> list[_Member]:
+        """Give this error to those of which a source was changed; returns the others."""
+        left: list[_Member] = []
+        for member in self._members:
+            if member.result is not None or member.error is not None:
+                continue
+            try:
+                versions.check_unchanged(member.run.held)
+            except RaymergeError:
+                self._fail(member, error)
+            else:
+                member.begun = None
+                left.append(member)
+        return left
 
     def _announce(self, pool: Pool) -> None:
         alone = (member.run.projected_peak(pool) for member in self._members)
@@ -358,11 +381,19 @@ class SweepJob:
                 return
 
     def _make_jointly(self, members: Sequence[_Member], pool: Pool, *, is_last: bool) -> bool:
+        """What a source of some of them is refused for costs the others a new begin, which takes up what is
+        made."""
         run = JointRun(members, self._on_event)
         self._emit = run.emit
         if is_last:
             pool.conclude()
-        run.carry_out(pool)
+        try:
+            run.carry_out(pool)
+        except CheckpointError as error:
+            left = run.without_changed(error)
+            if not 0 < len(left) < len(members):
+                raise
+            return self._make_jointly(left, pool, is_last=is_last)
         return run.is_stopped
 
     def _make_alone(self, member: _Member, pool: Pool, *, is_last: bool) -> bool:
