@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -202,6 +202,7 @@ class InFile(Protocol):
 
 
 _InFile = TypeVar("_InFile", bound=InFile)
+_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
 _GAP, _SMALL = 64 << 10, 1 << 20
 """Bytes between what is one request, and of all that is, usually."""
 
@@ -209,6 +210,14 @@ _GAP, _SMALL = 64 << 10, 1 << 20
 def num_readers(store: ReadStore) -> int:
     """Requests to make at a time."""
     return 16 if store.is_far else 8
+
+
+def map_reads(store: ReadStore, read: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """``read`` of each item; several at a time where the store is far."""
+    if not store.is_far or len(items) < 2:
+        return [read(item) for item in items]
+    with ThreadPoolExecutor(min(num_readers(store), len(items))) as pool:
+        return list(pool.map(read, items))
 
 
 def read_together(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -31,9 +32,11 @@ from kits.training_checkpoint import (
 from safetensors.torch import load_file
 
 from raymerge.api import AuditOptions, audit, plan, submit_sweep, verify, write_chunks
+from raymerge.checkpoints.dcp.store import ChunkedStore
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, OptionError, PlanError
 from raymerge.merge_plan.elements import torch_dtype
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 
 BOXES: dict[str, list[Box]] = {
@@ -202,6 +205,35 @@ def test_chunks_on_an_object_store_give_the_same_bytes(tmp_path: Path) -> None:
         merge(mean_of("s3://models/m1", "s3://models/m2"), tmp_path / "far", options)
     near, far = (tmp_path / name / "model.safetensors" for name in ("near", "far"))
     assert near.read_bytes() == far.read_bytes()
+
+
+class FarFiles(LocalStore):
+    """Files whose blobs are only read when as many threads as there are blobs ask for one."""
+
+    is_far = True
+
+    def __init__(self, root: Path, begins: set[tuple[str, int]]) -> None:
+        super().__init__(root)
+        self._begins = begins
+        self._barrier = Barrier(len(begins))
+
+    def read(self, key: str, offset: int, nbytes: int) -> bytes:
+        if (key, offset) in self._begins:
+            self._barrier.wait(timeout=30)
+        return super().read(key, offset, nbytes)
+
+
+@pytest.mark.parametrize("as_safetensors", [False, True])
+def test_chunks_of_a_far_tensor_are_located_at_the_same_time(as_safetensors: bool, tmp_path: Path) -> None:
+    saved = tensors_of(1)
+    root = save_chunks(tmp_path / "a", saved, BOXES, files=12, as_safetensors=as_safetensors)
+    own = open_checkpoint(root, "a").tensors["experts"]
+    blobs = metadata_of(root).storage_data.items()
+    begins = {(info.relative_path, info.offset) for index, info in blobs if index.fqn == "experts"}
+    assert len(begins) == 12
+    with ChunkedStore(FarFiles(root, begins)) as store:
+        data = bytearray(store.read(own.key, own.offset, own.nbytes))
+    assert torch.equal(torch.frombuffer(data, dtype=torch.float32).reshape(own.shape), saved["experts"])
 
 
 def test_window_of_torch_dist_checkpoints_is_the_average_of_the_paper(tmp_path: Path) -> None:

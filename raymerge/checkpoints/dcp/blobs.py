@@ -73,6 +73,8 @@ class BlobReader:
     store: ReadStore
     files: Mapping[str, FileInfo]
     _headers: dict[tuple[str, int], FileHeader] = field(default_factory=dict)
+    _header_locks: dict[tuple[str, int], threading.Lock] = field(default_factory=dict)
+    """Each is held while that header is read, so that it is read once."""
     _described: dict[bytes, _Described] = field(default_factory=dict)
     """What descriptions of tensors say: those of chunks of one shape are equal bytes."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -128,8 +130,10 @@ class BlobReader:
 
     def _header(self, chunk: SavedChunk) -> FileHeader:
         """The header of the blob that a file ends with."""
+        place, info = (chunk.key, chunk.offset), self.files[chunk.key]
         with self._lock:
-            place, info = (chunk.key, chunk.offset), self.files[chunk.key]
+            header_lock = self._header_locks.setdefault(place, threading.Lock())
+        with header_lock:
             if place not in self._headers:
                 own = read_header(self.store, chunk.key, info.nbytes, info.version, start=chunk.offset)
                 self._headers[place] = own

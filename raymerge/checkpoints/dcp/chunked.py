@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import xxhash
@@ -15,7 +14,7 @@ from raymerge.checkpoints.dcp.metadata import SavedChunk, SavedTensor, shortened
 from raymerge.checkpoints.dcp.store import ASSEMBLED
 from raymerge.checkpoints.header import FileHeader, StoredTensor
 from raymerge.errors import CheckpointError
-from raymerge.storage.store import FileInfo, ReadStore, num_readers
+from raymerge.storage.store import FileInfo, ReadStore, map_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +80,13 @@ def _located(store: ReadStore, layout: Layout) -> dict[tuple[str, tuple[int, ...
     items = [(name, saved, chunk) for name, saved in layout.model.tensors.items() for chunk in saved.chunks]
     # In the order of the files, for slow disks.
     items.sort(key=lambda item: (item[2].key, item[2].offset))
-    with ThreadPoolExecutor(num_readers(store)) as pool:
-        found = list(pool.map(locate, items)) if store.is_far else list(map(locate, items))
-    problems = [problem for each in found if isinstance(each, CheckpointError) for problem in each.problems]
+    results = map_reads(store, locate, items)
+    problems = [problem for each in results if isinstance(each, CheckpointError) for problem in each.problems]
     if problems:
         raise CheckpointError(shortened(problems, store.location(".")))
     return {
         (name, chunk.begin): place
-        for (name, _, chunk), place in zip(items, found, strict=True)
+        for (name, _, chunk), place in zip(items, results, strict=True)
         if isinstance(place, Place)
     }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, Self
 
@@ -20,7 +19,7 @@ from raymerge.checkpoints.dcp.layout import Layout, read_layout
 from raymerge.errors import TransientError, UserError
 from raymerge.storage.local.buffers import ALIGNMENT, address_of
 from raymerge.storage.local.mapping import PageMaps
-from raymerge.storage.store import FileInfo, ReadStore, num_readers
+from raymerge.storage.store import FileInfo, ReadStore, map_reads
 
 ASSEMBLED = ".assembled"
 """The file that is not there."""
@@ -78,13 +77,7 @@ class ChunkedStore:
         if key != ASSEMBLED:
             self._files.read_into(key, offset, buffer)
             return
-        runs = list(self._runs(offset, buffer.nbytes))
-        if not self.is_far or len(runs) < 2:
-            for run in runs:
-                self._fill(run, buffer)
-            return
-        with ThreadPoolExecutor(min(num_readers(self), len(runs))) as pool:
-            list(pool.map(lambda run: self._fill(run, buffer), runs))
+        map_reads(self, lambda run: self._fill(run, buffer), list(self._runs(offset, buffer.nbytes)))
 
     def read_extent(
         self,
@@ -172,7 +165,7 @@ class ChunkedStore:
         known = self._maps.get(name)
         if known is None:
             tensor = layout.model.tensors[name]
-            places = [layout.reader.place(tensor, chunk).offset for chunk in tensor.chunks]
+            places = map_reads(self, lambda chunk: layout.reader.place(tensor, chunk).offset, tensor.chunks)
             keys = tuple(chunk.key for chunk in tensor.chunks)
             # Of two threads that come here at once, both find the same.
             known = self._maps[name] = keys, ChunkMap(tensor, range(len(keys)), places)
