@@ -202,7 +202,8 @@ class InFile(Protocol):
 
 
 _InFile = TypeVar("_InFile", bound=InFile)
-_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _GAP, _SMALL = 64 << 10, 1 << 20
 """Bytes between what is one request, and of all that is, usually."""
 
