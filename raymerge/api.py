@@ -513,6 +513,7 @@ def write_chunks(model: str | Path, like: str | Path, output: str | Path) -> Chu
 
     Raises:
         OptionError: ``like`` is no training checkpoint on this machine, or ``output`` is there already.
+        TargetError: ``output`` is in or around ``model`` or ``like``, or another process makes it.
         PlanError: the model's tensors are not those of ``like``.
         CheckpointError: one of them is absent or broken.
         VerificationError: what was written is not the model; there is no output."""

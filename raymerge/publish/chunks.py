@@ -6,13 +6,15 @@ state of the training. Only checksums of changed data are made anew."""
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import xxhash
@@ -22,8 +24,11 @@ from raymerge.checkpoints.dcp.chunk_map import ChunkMap
 from raymerge.checkpoints.dcp.layout import Layout, is_chunked, read_layout
 from raymerge.checkpoints.dcp.metadata import METADATA_FILE, SavedTensor
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.source import Checkpoint, open_checkpoint
+from raymerge.checkpoints.source import Checkpoint, Holding, open_checkpoint
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, VerificationError, shortlist
+from raymerge.publish.lease import Lease, LeaseFile, leased
+from raymerge.publish.output_place import check_apart
+from raymerge.publish.record import sync_directory
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.local.store import LocalStore, check_disk_space
 from raymerge.storage.open import open_store
@@ -48,29 +53,25 @@ def write_chunks(source: Checkpoint, like: str, output: Path) -> ChunksResult:
     """Write a model as ``like`` is stored. The output is there when it is whole and every byte was read back.
 
     Raises OptionError: ``like`` is no training checkpoint on this machine, or the output is there already;
-    PlanError: the model's tensors are not those of ``like``; CheckpointError; VerificationError: what was
-    written is not the model."""
+    TargetError: the output is in or around a source, or another process makes it; PlanError: the model's
+    tensors are not those of ``like``; CheckpointError; VerificationError: what was written is not the
+    model."""
     if is_remote(like) or not is_chunked(os.listdir(like) if os.path.isdir(like) else ()):
         what = "is no directory of a training checkpoint on this machine."
         raise OptionError(Problem(shown(like), what, "Give one of the training that the model comes from."))
-    if output.exists():
-        raise OptionError(Problem(str(output), "is there already.", "Choose another -o, or take it away."))
+    alone = (source.root,) if source.is_single_file else ()
+    check_apart(output, [source, Holding(like, like, {}, ())], alone)
+    _check_free(output)
     with LocalStore(Path(like)) as template, open_store(source.place) as weights:
         layout = read_layout(template, template.files())
         if problems := [*_differences(source.tensors, layout.model.tensors, source.name, like)]:
             raise PlanError(problems)
         check_disk_space(output.parent, sum(info.nbytes for info in template.files()))
-        growing = output.parent / f".{output.name}.raymerge-chunks"
-        shutil.rmtree(growing, ignore_errors=True)
-        try:
-            with LocalStore(growing) as target:
-                _Writer(layout, source.tensors, weights, template, target).write()
-            _check(growing, source, weights)
-            os.rename(growing, output)
-        finally:
-            shutil.rmtree(growing, ignore_errors=True)
-    with LocalStore(output.parent) as parent:
-        parent.sync_directory()
+        # A name of its own: a process that was paused and wakes after its lease writes to nobody's files.
+        growing = LocalStore(output.parent / f"{_prefix(output)}{uuid.uuid4().hex[:12]}")
+        writer = _Writer(layout, source.tensors, weights, template, growing)
+        with leased(LeaseFile(output), f"{source.name} in the chunks of {like}") as lease, growing:
+            _publish(writer, source, output, lease)
     tensors = layout.model.tensors.values()
     return ChunksResult(
         str(output),
@@ -79,6 +80,32 @@ def write_chunks(source: Checkpoint, like: str, output: Path) -> ChunksResult:
         sum(each.nbytes for each in tensors),
         len(layout.model.left),
     )
+
+
+def _prefix(output: Path) -> str:
+    return f".{output.name}.raymerge-chunks-"
+
+
+def _check_free(output: Path) -> None:
+    if os.path.lexists(output):
+        raise OptionError(Problem(str(output), "is there already.", "Choose another -o, or take it away."))
+
+
+def _publish(writer: _Writer, source: Checkpoint, output: Path, lease: Lease) -> None:
+    """Write beside the output, check it, and rename it into its place, durably."""
+    _check_free(output)
+    growing = writer.target.root
+    for left in output.parent.glob(f"{glob.escape(_prefix(output))}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        writer.write()
+        _check(growing, source, writer.weights)
+        lease.confirm()
+        _check_free(output)
+        os.rename(growing, output)
+        sync_directory(output.parent)
+    finally:
+        shutil.rmtree(growing, ignore_errors=True)
 
 
 def _differences(
@@ -122,7 +149,9 @@ class _Writer:
         metadata = self.template.info(METADATA_FILE)
         if metadata is not None:
             self.target.write_atomic(METADATA_FILE, self.template.read(METADATA_FILE, 0, metadata.nbytes))
-        self.target.sync_directory()
+        parents = {str(parent) for info in files for parent in PurePosixPath(info.key).parents}
+        for directory in {".", *parents}:
+            self.target.sync_directory(directory)
 
     def _places(self, tensor: SavedTensor) -> Sequence[Place]:
         return [self.layout.reader.place(tensor, chunk) for chunk in tensor.chunks]

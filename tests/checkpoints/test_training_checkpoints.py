@@ -34,8 +34,9 @@ from safetensors.torch import load_file
 from raymerge.api import AuditOptions, audit, plan, submit_sweep, verify, write_chunks
 from raymerge.checkpoints.dcp.store import ChunkedStore
 from raymerge.checkpoints.source import open_checkpoint
-from raymerge.errors import CheckpointError, OptionError, PlanError
+from raymerge.errors import CheckpointError, HeldError, OptionError, PlanError, TargetError
 from raymerge.merge_plan.elements import torch_dtype
+from raymerge.publish.lease import LeaseFile, leased
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 
@@ -308,6 +309,23 @@ def test_another_model_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no directory of a training checkpoint"):
         write_chunks(tmp_path / "merged", tmp_path / "merged", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_chunks_are_not_written_into_a_source_or_where_another_process_writes(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", tensors_of(1), BOXES)
+    merge(mean_of(root), tmp_path / "merged")
+    before = sorted(tmp_path.rglob("*"))
+    for place, verb in ((root / "out", "lies inside"), (root, "is"), (tmp_path, "holds")):
+        with pytest.raises(TargetError, match=f"the output place {verb} the source"):
+            write_chunks(tmp_path / "merged", root, place)
+    assert sorted(tmp_path.rglob("*")) == before
+    left = tmp_path / ".out.raymerge-chunks-0123456789ab"
+    left.mkdir()
+    with leased(LeaseFile(tmp_path / "out"), "another"), pytest.raises(HeldError):
+        write_chunks(tmp_path / "merged", root, tmp_path / "out")
+    assert left.exists()
+    write_chunks(tmp_path / "merged", root, tmp_path / "out")
+    assert {each.name for each in tmp_path.iterdir()} == {"a", "merged", "out"}
 
 
 # Damage
