@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -106,3 +107,11 @@ def test_what_stands_in_the_way_of_some_is_told_before(folder: Path) -> None:
     page.check_refusal("this recipe makes several outputs")
     simulated = _run(folder, "plan", "recipe.yml", "--simulate", "workers=2 storage=1GB/s")
     simulated.check_refusal("not simulated")
+
+
+def test_the_plan_of_one_output_compares_it_with_no_other(folder: Path) -> None:
+    text = SWEEP.replace("[0.25, 0.5, 2.0]", "[0.25]").replace("[bfloat16, float32]", "[float32]")
+    write_recipe(folder, text.replace("  exclude: [{w: 2.0, to: float32}]\n", ""))
+    shown = _run(folder, "plan", "recipe.yml").text
+    assert "1 read of the models" in shown
+    assert not re.search("outputs at a time|in all outputs", shown)

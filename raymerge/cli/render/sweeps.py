@@ -122,7 +122,7 @@ def _facts(account: SweepAccount) -> Iterator[tuple[str, str]]:
     groups = account.groups
     total = sum(map(account.read_bytes, groups))
     together = [len(group.numbers) for group in groups if not group.why_apart]
-    how = [f"{' + '.join(map(str, together))} outputs at a time"] if together else []
+    how = [f"{' + '.join(map(str, together))} outputs at a time"] if sum(together) > 1 else []
     apart: dict[str, list[str]] = {}
     for group in groups:
         if group.why_apart:
@@ -133,7 +133,7 @@ def _facts(account: SweepAccount) -> Iterator[tuple[str, str]]:
     yield "reads", "\n".join([f"{counted(len(groups), 'read')} of the models, {format_size(total)}", *how])
     yield "writes", format_size(account.written_bytes)
     tensors, nbytes = account.equal
-    if tensors:
+    if tensors and len(account.outputs) > 1:
         yield "the same", f"{counted(tensors, 'tensor')}, {format_size(nbytes)}, in all outputs"
     if account.is_in_process:
         yield "runs", "in the process of 'submit': Ray would take longer to start than so small a sweep"
