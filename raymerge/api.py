@@ -392,7 +392,7 @@ def plan_sweep(
         raise RecipeError(_sweep_problems(draft, Lookup(options=chosen.storage), opened))
     ordered = [merge_order(each.recipes) for each in draft.outputs]
     if (adapters := _of_adapters(ordered[0])) is not None:
-        raise PlanError(_no_plan(adapters))
+        raise PlanError(_no_sweep(adapters))
     begun = [
         NO_COMMITS if chosen.replace else commits_begun(*each, or_published=True)
         for each in zip(ordered, places, steps, strict=True)
@@ -745,6 +745,15 @@ def _no_plan(recipe: Recipe) -> Problem:
         "this recipe merges adapters into one adapter, which is done at once and has no plan.",
         "Use 'raymerge submit' without --dry-run; in Python, 'merge_adapters'. To merge models that have "
         "these adapters on them, name each as MODEL+ADAPTER.",
+    )
+
+
+def _no_sweep(recipe: Recipe) -> Problem:
+    return Problem(
+        recipe.where("models" if recipe.adapter is None else "adapter"),
+        "this recipe merges adapters into one adapter, of which there is no sweep.",
+        "Submit a recipe without 'sweep' for each adapter. To merge models that have these adapters on them, "
+        "name each as MODEL+ADAPTER.",
     )
 
 

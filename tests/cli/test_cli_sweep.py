@@ -9,9 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kits.adapter_merges import adapter
 from kits.command_line import Outcome, run_command
 from kits.golden import check_golden
-from kits.merges import make_models, write_recipe
+from kits.merges import MEAN, make_models, write_recipe
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -115,3 +116,11 @@ def test_the_plan_of_one_output_compares_it_with_no_other(folder: Path) -> None:
     shown = _run(folder, "plan", "recipe.yml").text
     assert "1 read of the models" in shown
     assert not re.search("outputs at a time|in all outputs", shown)
+
+
+def test_a_sweep_of_adapters_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "two")):
+        adapter(tmp_path / name, seed)
+    write_recipe(tmp_path, "sweep: {w: [0.2, 0.9]}\n" + MEAN + "parameters: {weight: $w}\n")
+    refused = _run(tmp_path, "submit", "recipe.yml", "-o", "outs")
+    refused.check_refusal("one adapter, of which there is no sweep", "without 'sweep' for each adapter")
