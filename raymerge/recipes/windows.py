@@ -50,11 +50,12 @@ _SCHEDULES = f"Write one of {', '.join(_DECAYS)}, or {{ema: 0.9}}."
 _EMA = re.compile(r"ema:\s*(\S+)")
 
 _STEP = re.compile(
-    r"(?:^|[^a-z])(?:checkpoint|ckpt|iter|iteration|step)[-_=]?([0-9]+)(?![0-9.])", re.IGNORECASE
+    r"(?:^|[^a-z])(?:checkpoint|ckpt|iter|iteration|step)[-_=]?([0-9]+)(?![0-9.a-z])", re.IGNORECASE
 )
 """``checkpoint-500`` (transformers), ``iter_0000500`` (Megatron), ``step-500`` (torchtitan), ``step500``
 (OLMo), ``global_step500`` (DeepSpeed), ``model--loss=2.5-step=500-last`` (NeMo)."""
-_UNFINISHED = re.compile(r"(?:^|[^a-z])(?:tmp|temp|incomplete)", re.IGNORECASE)
+_UNFINISHED = re.compile(r"(?:^|[^a-z])(?:tmp|incomplete|temp(?![-_=]?[0-9]))(?![a-z])", re.IGNORECASE)
+"""As ``tmp-checkpoint-500``; the ``temp`` of ``step-500-temp0.7`` is a temperature."""
 _NUMBER = "{iteration}"
 _GIVEN_ELSEWHERE = ("models", "slices", "modules", "experts", "gate_mode")
 

@@ -125,12 +125,21 @@ def test_windows_go_with_a_sweep(tmp_path: Path) -> None:
     "name",
     [
         *("checkpoint-70", "iter_0000070", "step-70", "step_70", "step70", "global_step70", "70", "ckpt_70"),
+        *("step-70-temp0.7", "template-step-70", "step70-temp_0.7", "attempt-step-70"),
         *("step70-unsharded", "epoch=3-step=70", "llama--val_loss=2.31-step=70-consumed_samples=560.0-last"),
     ],
 )
 def test_names_that_trainers_write(name: str, tmp_path: Path) -> None:
     text = "checkpoints: {root: r, schedule: linear, from: 70, to: 70}\n"
-    (made,) = drafted(text, tmp_path, ["tmp-checkpoint-70", "runs", "eval-70", "v2.70", name]).require()
+    others = [
+        "tmp-checkpoint-70",
+        "step-70.tmp12",
+        "temp_step-70",
+        "step-70-incomplete",
+        "step-70e3",
+        "step70k",
+    ]
+    (made,) = drafted(text, tmp_path, [*others, "runs", "eval-70", "v2.70", name]).require()
     assert (made.name, made.coefficients) == ("window-1", {f"r/{name}": 1.0})
 
 
