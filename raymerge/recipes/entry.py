@@ -193,6 +193,8 @@ class Entry(MapEntry):
             cls.hint = "A parameter of the method goes below 'parameters'. "
 
 
+AVERAGE = "x-average"
+"""Key that raymerge writes into the recipe of an average that can be continued; it changes no byte there."""
 NAME_FORM = f"letters, digits, '-', '_' and '.', at most {_MAX_NAME_BYTES} bytes, like 'step-1'"
 
 
@@ -224,10 +226,13 @@ class Document(Entry):
 
     @classmethod
     def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:
+        """The notes on keys that are left out, by key; empty where there is nothing to tell."""
         notes: dict[str, str] = {}
         known = (*cls.model_fields, *cls.advice)
         for key in (key for key in map(str, data) if key not in cls.model_fields):
-            if key.startswith("x-"):
+            if key == AVERAGE:
+                notes[key] = ""
+            elif key.startswith("x-"):
                 notes[key] = f"'{key}' has no effect: keys that begin with 'x-' are not read"
             elif key in anchored and closest(key, known, cutoff=_MISSPELT) is None:
                 effect = "no effect of its own"

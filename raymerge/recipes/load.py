@@ -198,7 +198,9 @@ class _Drafting:
         try:
             schema = _kind(self._data)
             ignored = schema.ignored(self._data, self._anchored)
-            reading = Reading(self._places, self._text, self._exists, notes=tuple(ignored.values()))
+            reading = Reading(
+                self._places, self._text, self._exists, notes=tuple(filter(None, ignored.values()))
+            )
             effective = {key: value for key, value in self._data.items() if key not in ignored}
             return schema.model_validate(effective, context=reading), []
         except FaultError as error:

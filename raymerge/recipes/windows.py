@@ -32,10 +32,8 @@ from raymerge.documents.fields import (
 )
 from raymerge.documents.positions import read_document, split_documents
 from raymerge.errors import UserError, shortlist
-from raymerge.recipes.entry import RECIPE, ModelReference, plain_reference, read_reference
+from raymerge.recipes.entry import AVERAGE, RECIPE, ModelReference, plain_reference, read_reference
 
-AVERAGE = "x-average"
-"""Key of a plain recipe whose average can be continued: it changes nothing there."""
 _KEYS = ("root", "from", "to", "every", "windows", "schedule", "reverse", "pattern", "continue")
 _FORM = "Write it as checkpoints: {root: runs/a, windows: [5, 10], schedule: minus-sqrt}."
 
@@ -58,6 +56,8 @@ _UNFINISHED = re.compile(r"(?:^|[^a-z])(?:tmp|incomplete|temp(?![-_=]?[0-9]))(?!
 """As ``tmp-checkpoint-500``; the ``temp`` of ``step-500-temp0.7`` is a temperature."""
 _NUMBER = "{iteration}"
 _GIVEN_ELSEWHERE = ("models", "slices", "modules", "experts", "gate_mode")
+_UNEVEN = ("methods", "router", "align")
+"""Keys by which some tensors of a merge are not the mean of the same tensors of its sources."""
 
 
 def local_directories(root: str) -> Sequence[str]:
@@ -117,6 +117,12 @@ class Average:
     num_checkpoints: int
     last: int
 
+    def coefficients(self, num_models: int) -> list[float]:
+        """Of models of which the first stands for all checkpoints that the others are not."""
+        each = self.schedule.coefficients(self.num_checkpoints)
+        older = self.num_checkpoints - num_models + 1
+        return [math.fsum(each[:older]), *each[older:]]
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -132,11 +138,12 @@ class Window:
             {"model": plain_reference(ModelReference(place)), "parameters": {"weight": coefficient}}
             for place, coefficient in self.coefficients.items()
         ]
-        parameters = {**(rest.get("parameters") or {}), "normalize": False}
-        recipe = {"merge_method": "linear", "models": models, **rest, "parameters": parameters}
+        recipe = {"merge_method": "linear", "models": models, **rest}
+        parameters = rest.get("parameters")
+        if parameters is None or isinstance(parameters, Mapping):
+            recipe["parameters"] = {**(parameters or {}), "normalize": False}
         own = self.average
-        # What is rounded to 16 bits each time does not stay an average.
-        if own.schedule.keeps_ratios and rest.get("out_dtype", rest.get("dtype")) in ("float32", "fp32"):
+        if own.schedule.keeps_ratios and _is_float32(rest):
             number, last = own.num_checkpoints, own.last
             recipe[AVERAGE] = {"schedule": own.schedule.plain, "checkpoints": number, "last": last}
         return recipe
@@ -146,12 +153,22 @@ UNKNOWN_WINDOW = Window(Average(Schedule("linear"), 1, 0), {"window": 1.0})
 """Stands for one that is refused."""
 
 
+def _is_float32(rest: Mapping[str, Any]) -> bool:
+    """Whether the average is written as it is: rounded each time, it would not stay an average."""
+    return rest.get("out_format") is None and rest.get("out_dtype", rest.get("dtype")) in ("float32", "fp32")
+
+
 def _contradictions(rest: Mapping[str, Any]) -> Iterator[Fault]:
     if rest.get("merge_method", "linear") != "linear":
         yield Fault(("merge_method",), "an average of checkpoints is a linear merge.", "Remove it.")
     for key in (key for key in _GIVEN_ELSEWHERE if key in rest):
         what = f"'{key}' and 'checkpoints' both say what is merged."
         yield Fault((key,), what, "Remove one of the two.")
+    for key in (key for key in _UNEVEN if rest.get(key) and rest[key] not in ("merge", "none")):
+        what = f"an average takes every tensor from all checkpoints alike, which '{key}' changes."
+        yield Fault((key,), what, "Remove it, or list the checkpoints below 'models'.")
+    if AVERAGE in rest:
+        yield Fault((AVERAGE,), f"'{AVERAGE}' follows from 'checkpoints'.", "Remove it.")
     parameters = rest.get("parameters")
     for key in ("weight", "normalize"):
         if isinstance(parameters, Mapping) and key in parameters:
@@ -191,11 +208,9 @@ def _window(schedule: Schedule, size: int, places: Mapping[int, str]) -> Window:
 
 def _grown(place: str, before: Average, places: Mapping[int, str]) -> Window:
     """The average of all checkpoints, of which the older ones are in ``place``."""
-    number = before.num_checkpoints + len(places)
-    every = before.schedule.coefficients(number)
-    older, newer = every[: before.num_checkpoints], every[before.num_checkpoints :]
-    coefficients = {place: math.fsum(older), **dict(zip(places.values(), newer, strict=True))}
-    return Window(Average(before.schedule, number, max(places)), coefficients)
+    grown = Average(before.schedule, before.num_checkpoints + len(places), max(places))
+    models = [place, *places.values()]
+    return Window(grown, dict(zip(models, grown.coefficients(len(models)), strict=True)))
 
 
 def _continued(
@@ -218,19 +233,47 @@ def _continued(
 
 
 def _read_average(place: str, files: RunFiles) -> Average:
-    try:
-        part = split_documents(files.recipe(place), place, RECIPE)[-1]
-        record = read_document(part, place, RECIPE).data.get(AVERAGE)
-        if isinstance(record, Mapping):
-            number, last = between(1)(record.get("checkpoints")), between(0)(record.get("last"))
-            return Average(_read_schedule(record.get("schedule")), number, last)
-    except (OSError, UserError, FaultError):
-        pass
     remedy = (
         "Name an average of schedule linear or ema that a recipe with 'checkpoints' and dtype float32 made, "
         "or remove it to read all checkpoints."
     )
-    raise refusal(f"'{place}' is no average that can be continued.", remedy)
+    try:
+        part = split_documents(files.recipe(place), place, RECIPE)[-1]
+        data = read_document(part, place, RECIPE).data
+        average = _read_record(data.get(AVERAGE))
+    except (OSError, UserError, FaultError) as error:
+        raise refusal(f"'{place}' is no average that can be continued.", remedy) from error
+    if _is_made_by(data, average):
+        return average
+    raise refusal(f"the recipe of '{place}' is not that of the average in its '{AVERAGE}'.", remedy)
+
+
+def _read_record(value: object) -> Average:
+    if not isinstance(value, Mapping):
+        raise unexpected(value, "a map", "")
+    number, last = between(1)(value.get("checkpoints")), between(0)(value.get("last"))
+    return Average(_read_schedule(value.get("schedule")), number, last)
+
+
+def _is_made_by(recipe: Mapping[str, Any], average: Average) -> bool:
+    """Whether a recipe, which may have been edited, still makes this average."""
+    rest = {key: value for key, value in recipe.items() if key not in ("models", "parameters", AVERAGE)}
+    models = recipe.get("models")
+    if not isinstance(models, list) or not 1 <= len(models) <= average.num_checkpoints:
+        return False
+    return (
+        recipe.get("parameters") == {"normalize": False}
+        and _is_float32(rest)
+        and not any(_contradictions(rest))
+        and all(map(_has_weight, models, average.coefficients(len(models))))
+    )
+
+
+def _has_weight(entry: object, expected: float) -> bool:
+    match entry:
+        case {"parameters": {"weight": float(weight)}}:
+            return math.isclose(weight, expected)
+    return False
 
 
 def _schedule(block: Mapping[str, object], faults: list[Fault]) -> Schedule | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raymerge.errors import RecipeError
 from raymerge.recipes.load import parse_recipe
 from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping
 from raymerge.recipes.windows import RunFiles
@@ -175,6 +176,12 @@ def test_a_pattern_says_which_of_several_are_meant(tmp_path: Path) -> None:
         ("out_dtype", "merge_method: ties\nout_dtype", "8:1: merge_method: an average of checkpoints is a"),
         ("out_dtype", "models: []\nout_dtype", "8:1: 'models' and 'checkpoints' both say what is merged."),
         ("out_dtype", "parameters: {weight: 1}\nout_dtype", "8:14: 'weight' follows from the schedule."),
+        ("out_dtype", "parameters: [1]\nout_dtype", "8:1: parameters: "),
+        ("out_dtype", "parameters: text\nout_dtype", "8:1: parameters: "),
+        ("out_dtype", "methods: [{filter: mlp}]\nout_dtype", "8:1: an average takes every tensor from all"),
+        ("out_dtype", "router: base\nout_dtype", "8:1: an average takes every tensor from all"),
+        ("out_dtype", "align: experts\nout_dtype", "8:1: an average takes every tensor from all"),
+        ("out_dtype", "x-average: {}\nout_dtype", "8:1: 'x-average' follows from 'checkpoints'."),
         ("out_dtype", "out_dtpe", "8:1: unknown key 'out_dtpe'. Did you mean 'out_dtype'?"),
     ],
 )
@@ -261,3 +268,38 @@ def test_an_average_that_cannot_go_on(old: str, new: str, expected: str, tmp_pat
     (problem, *_) = draft.problems
     assert problem.what.startswith(expected)
     assert "'from'" not in problem.remedy
+
+
+@pytest.mark.parametrize("is_grown", [False, True])
+def test_a_recipe_that_was_edited_is_not_gone_on_from(is_grown: bool) -> None:
+    text = grown({"ema": 0.9}, 4).text
+    made = yaml.safe_load(grown({"ema": 0.9}, 7, text=text).text if is_grown else text)
+    models = made["models"]
+    heavier = [*models[:-1], {**models[-1], "parameters": {"weight": 0.5}}]
+    for same in ({}, {"shard_size": 0}):
+        assert "before" in grown({"ema": 0.9}, 9, text=yaml.safe_dump({**made, **same})).coefficients
+    for edit in (
+        *({"models": models[1:]}, {"models": models[:-1]}, {"models": heavier}, {"models": models * 3}),
+        *({"parameters": {"normalize": True}}, {"merge_method": "ties"}, {"out_dtype": "bfloat16"}),
+        *({"out_format": "fp8_block"}, {"methods": [{"filter": "mlp", "merge_method": "passthrough"}]}),
+    ):
+        with pytest.raises(RecipeError, match="continue: the recipe of 'before' is not that of the average"):
+            grown({"ema": 0.9}, 9, text=yaml.safe_dump({**made, **edit}))
+
+
+@pytest.mark.parametrize(
+    ("more", "is_recorded"),
+    [
+        ({"dtype": "float32"}, True),
+        ({"dtype": "float32", "out_dtype": "bfloat16"}, False),
+        ({"dtype": "float32", "out_format": "fp8_block"}, False),
+        ({"dtype": "float32", "out_format": [{"role": "mlp", "value": "int4"}]}, False),
+    ],
+)
+def test_only_what_is_written_in_float32_can_go_on(more: dict[str, object], is_recorded: bool) -> None:
+    given = {"checkpoints": {"root": "r", "schedule": "linear"}, **more}
+    draft = draft_sweep_mapping(given, files=RunFiles(lambda _: NAMES))
+    assert draft is not None
+    (made,) = draft.require()
+    assert ("x-average" in yaml.safe_load(made.text)) == is_recorded
+    assert made.recipes[-1].notes == ()
