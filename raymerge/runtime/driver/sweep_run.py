@@ -123,8 +123,8 @@ class JointRun:
         """Whether it was asked to stop; all may be made nevertheless."""
 
     def emit(self, event: Event) -> None:
-        """What happens to workers: told once, and written to the journal of each output, which otherwise has
-        the output's own events."""
+        """What happens to workers: passed on once, and written to the journal of each output, which otherwise
+        has the output's own events."""
         for member in self._members:
             member.journal(event)
         self._on_event(event)
