@@ -151,7 +151,7 @@ def _misplaced(document: Located) -> Problem:
     return Problem(document.places.at((key,)), what, "Only the last, the result, may make several outputs.")
 
 
-class _Variant(NamedTuple):
+class _UnreadOutput(NamedTuple):
     """One output before it is read."""
 
     values: Mapping[str, str]
@@ -180,18 +180,18 @@ class _Expansion:
         places = self._document.places
         if secret := list(secrets_in(self._document.data, RECIPE)):
             return SweepDraft((), (), tuple(places.problems(secret)))
-        variants = [variant for each in self._assignments() for variant in self._variants(each)]
+        unread = [output for each in self._assignments() for output in self._unread(each)]
         self._check_use()
-        names = self._names([variant.values for variant in variants])
+        names = self._names([output.values for output in unread])
         own = places.problems(list(dict.fromkeys(self._faults)))
         hidden = {places.at(path) for path in self._unresolved}
-        drafts = [self._drafted(variant, common, hidden) for variant in variants]
-        values = tuple(variant.values for variant in variants)
+        drafts = [self._drafted(output, common, hidden) for output in unread]
+        values = tuple(output.values for output in unread)
         problems = in_order([*own, *joined_problems(values, [draft.problems for draft in drafts])])
         if self._lacks_windows:
             return SweepDraft((), (), problems)
         problems = problems or self._not_last(drafts[0].recipes) or self._repeated(names, drafts)
-        outputs = () if problems else tuple(map(self._output, names, variants, drafts))
+        outputs = () if problems else tuple(map(self._output, names, unread, drafts))
         return SweepDraft(values, tuple(drafts), problems, outputs)
 
     def _assignments(self) -> tuple[Assignment, ...]:
@@ -210,7 +210,7 @@ class _Expansion:
     def _scalar(self, path: FieldPath) -> str | None:
         return None if self._part is None else scalar_at(self._part, ("sweep", *path))
 
-    def _variants(self, assignment: Assignment) -> list[_Variant]:
+    def _unread(self, assignment: Assignment) -> list[_UnreadOutput]:
         given = self._document.data
         plain = {key: value for key, value in given.items() if key not in _KEYS}
         data, values = self._substituted(plain, assignment, ()), shown_values(assignment)
@@ -220,9 +220,9 @@ class _Expansion:
         if self._part is not None:
             replaced = {f"${axis}": value.yaml for axis, value in assignment.items()}
             text = self._checked(edited(self._part, replaced, _KEYS), data)
-        return [_Variant(values, data, text, {})]
+        return [_UnreadOutput(values, data, text, {})]
 
-    def _windows(self, assignment: Assignment, data: Mapping[str, Any]) -> Iterator[_Variant]:
+    def _windows(self, assignment: Assignment, data: Mapping[str, Any]) -> Iterator[_UnreadOutput]:
         block = ("checkpoints",)
         given = self._substituted(self._document.data["checkpoints"], assignment, block)
         windows = attempt(lambda each: read_windows(each, self._files), given, block, self._faults)
@@ -234,7 +234,7 @@ class _Expansion:
                 size = str(window.average.num_checkpoints)
                 text = self._new_text(recipe)
                 values = {_WINDOW: size, **shown_values(assignment)}
-                yield _Variant(values, recipe, text, window.coefficients)
+                yield _UnreadOutput(values, recipe, text, window.coefficients)
 
     def _checked(self, text: str, data: Mapping[str, Any]) -> str | None:
         """The edited text; where that is not the recipe, as with anchors in what was removed, a new one."""
@@ -327,12 +327,12 @@ class _Expansion:
             what = f"a bracket of '{pattern}' has no partner."
             self._faults.append(Fault(("outputs",), what, "Write the axis between two: {t}."))
 
-    def _drafted(self, variant: _Variant, common: Sequence[Draft], hidden: Collection[str]) -> Draft:
+    def _drafted(self, output: _UnreadOutput, common: Sequence[Draft], hidden: Collection[str]) -> Draft:
         places = self._document.places
-        if variant.coefficients:
+        if output.coefficients:
             places = replace(places, renamed={("models",): "checkpoints"})
-        located = replace(self._document, data=variant.data, places=places)
-        own = draft_document(located, variant.text, self._exists)
+        located = replace(self._document, data=output.data, places=places)
+        own = draft_document(located, output.text, self._exists)
         draft = with_order_problems(join_drafts([*common, own]), self._exists)
         return replace(draft, problems=tuple(each for each in draft.problems if each.where not in hidden))
 
@@ -356,9 +356,9 @@ class _Expansion:
                 return (Problem(place, what, "Use every axis in the recipe, or let it go in step: 'zip'."),)
         return ()
 
-    def _output(self, name: str, variant: _Variant, draft: Draft) -> SweepOutput:
-        text = draft.recipes[-1].text if variant.text is None else f"{self._before}{variant.text}"
-        return SweepOutput(name, variant.values, draft.recipes, text, variant.coefficients)
+    def _output(self, name: str, output: _UnreadOutput, draft: Draft) -> SweepOutput:
+        text = draft.recipes[-1].text if output.text is None else f"{self._before}{output.text}"
+        return SweepOutput(name, output.values, draft.recipes, text, output.coefficients)
 
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
