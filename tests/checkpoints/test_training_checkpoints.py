@@ -442,11 +442,16 @@ def test_no_code_of_a_checkpoint_is_run(where: str, tmp_path: Path) -> None:
 
 
 def _saved_as_code(root: Path, value: Runs) -> None:
-    path = root / "__0_0.distcp"
-    torch.save(value, path)
+    torch.save(value, root / "__0_0.distcp")
+    _point_at_all_of(root)
+
+
+def _point_at_all_of(root: Path) -> None:
+    """Let the only chunk be all of its file."""
     metadata = metadata_of(root)
-    (index,) = metadata.storage_data
-    metadata.storage_data[index] = replace(metadata.storage_data[index], offset=0, length=path.stat().st_size)
+    ((index, info),) = metadata.storage_data.items()
+    nbytes = (root / info.relative_path).stat().st_size
+    metadata.storage_data[index] = replace(info, offset=0, length=nbytes)
     write_metadata(root, metadata)
 
 
@@ -460,15 +465,60 @@ def test_metadata_that_is_none_is_refused(content: bytes, tmp_path: Path) -> Non
         open_checkpoint(root, "a")
 
 
-def test_a_bomb_of_shared_tuples_takes_no_time(tmp_path: Path) -> None:
-    root = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {})
-    value: tuple[Any, ...] = ()
-    for _ in range(60):
-        value = (value, value)
-    doubled = b"}" + pickle.dumps(value, 2)[2:-1] + b"K\x01s."
-    (root / ".metadata").write_bytes(b"\x80\x02" + doubled)
-    with pytest.raises(CheckpointError, match="a tuple as a key"):
-        open_checkpoint(root, "a")
+NESTED = {
+    "shared": b")" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(60)),
+    "deep": b")" + b"\x85" * 100_000,
+}
+"""Values, as instructions of a pickle, that take ages or the whole stack to be hashed, compared or shown."""
+
+
+def _as_text(text: str) -> bytes:
+    return b"\x8c%c%s" % (len(text), text.encode())
+
+
+def _metadata(described: bytes, places: bytes = b"}", paths: bytes = b"}") -> bytes:
+    fields = {"state_dict_metadata": described, "storage_data": places, "planner_data": paths}
+    state = b"".join(_as_text(name) + value for name, value in fields.items())
+    return b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(" + state + b"ub."
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_nested_values_in_metadata_are_refused_at_once(nested: str, tmp_path: Path) -> None:
+    root, value = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {}), NESTED[nested]
+    size, name = b"ctorch\nSize\n" + value + b"\x85R", _as_text("w")
+    many = b"ctorch\nSize\n(" + b"K\x01" * 100_000 + b"t\x85R"
+    tensor = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n)\x81}"
+    for content, what in (
+        (b"\x80\x02}" + value + b"K\x01s.", "a tuple as a key"),
+        (_metadata(b"}" + size + b"Ns"), "a key that is no text"),
+        (_metadata(b"}" + name + value + b"s"), "something else in the place of"),
+        (_metadata(b"}" + name + tensor + _as_text("size") + size + b"sbs"), "'w': .* lacks 'properties'"),
+        (_metadata(b"}", b"}" + size + b"Ns"), "something else in the place of"),
+        (_metadata(b"}", paths=b"}" + name + value + b"s"), "names no tensor"),
+        (_metadata(b"}" + many + b"Ns"), "a key that is no text"),
+    ):
+        (root / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match=what):
+            open_checkpoint(root, "a")
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_nested_values_in_a_blob_are_refused_at_once(nested: str, tmp_path: Path) -> None:
+    root, whole, value = tmp_path / "a", b"K\x02\x85", NESTED[nested]
+    save_chunks(root, {"w": torch.ones(2)}, {}, files=1)
+    many = b"(" + b"\x8a\xff" + b"\x7f" * 255 + b"q\xff" + b"h\xff" * 200_000 + b"t"
+    for key, shape, what in (
+        (value, whole, "storage is named by what is no text"),
+        (_as_text("0"), value, "shape or strides"),
+        (_as_text("0"), many, "at most 32 dimensions"),
+    ):
+        storage = _as_text("storage") + b"ctorch\nFloatStorage\n" + key + _as_text("cpu") + b"K\x02"
+        tensor = b"(" + storage + b"tQK\x00" + shape + b"K\x01\x85\x89}"
+        with zipfile.ZipFile(root / "__0_0.distcp", "w") as archive:
+            archive.writestr("a/data.pkl", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + tensor + b"tR.")
+        _point_at_all_of(root)
+        with pytest.raises(CheckpointError, match=what):
+            open_checkpoint(root, "a")
 
 
 # Saved by ranks

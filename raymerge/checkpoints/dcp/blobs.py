@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from raymerge.checkpoints.dcp.metadata import TORCH_DTYPES, SavedChunk, SavedTensor
-from raymerge.checkpoints.dcp.unpickle import Global, Made, Persistent, unpickle
+from raymerge.checkpoints.dcp.unpickle import MOST_DIMENSIONS, Global, Made, Persistent, unpickle
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
@@ -273,6 +273,8 @@ def _described(value: Any) -> _Described:
     named = storage.identifier if isinstance(storage, Persistent) else ()
     if not isinstance(named, tuple) or len(named) != 5 or named[0] != "storage":
         raise ValueError("it has no storage of its own")
+    if not isinstance(named[2], str):
+        raise ValueError("its storage is named by what is no text")
     # Types that are new to torch have no storage of their own; their name follows.
     if value.by == _V2:
         dtype = _STORAGES.get(_name(named[1]))
@@ -283,11 +285,13 @@ def _described(value: Any) -> _Described:
     if dtype is None:
         raise ValueError("its dtype is none that raymerge knows")
     are_tuples = isinstance(shape, tuple) and isinstance(strides, tuple)
-    if not are_tuples or any(type(each) is not int or each < 0 for each in (offset, *shape, *strides)):
+    if not are_tuples or max(len(shape), len(strides)) > MOST_DIMENSIONS:
+        raise ValueError(f"its shape or strides are not those of at most {MOST_DIMENSIONS} dimensions")
+    if any(type(each) is not int or each < 0 for each in (offset, *shape, *strides)):
         raise ValueError("its shape or strides are no whole numbers")
     if not _is_contiguous(shape, strides):
         raise ValueError(f"its elements do not lie one after the other (strides {list(strides)})")
-    return _Described(dtype, shape, str(named[2]), offset)
+    return _Described(dtype, shape, named[2], offset)
 
 
 def _name(value: Any) -> str:

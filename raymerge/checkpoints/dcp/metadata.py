@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from raymerge.checkpoints.dcp.unpickle import Global, Made, unpickle
+from raymerge.checkpoints.dcp.unpickle import MOST_DIMENSIONS, Global, Made, unpickle
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import FileInfo, is_key
@@ -94,6 +94,8 @@ def read_state(raw: bytes, where: str, files: Mapping[str, FileInfo]) -> SavedSt
         described, places = fields["state_dict_metadata"], fields["storage_data"]
         if not isinstance(described, dict) or not isinstance(places, dict):
             raise ValueError("it has no map of tensors, or none of where they are stored")
+        if not all(isinstance(key, str) for key in described):
+            raise ValueError("its map of tensors has a key that is no text")
         reader = _StateReader(where, files, _blobs(places), [])
     except (ValueError, KeyError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"it lacks {error}"
@@ -152,20 +154,18 @@ class _StateReader:
     blobs: Mapping[_Place, _Blob]
     problems: list[Problem]
 
-    def tensors(self, described: Mapping[Any, Any]) -> tuple[dict[str, SavedTensor], tuple[str, ...]]:
+    def tensors(self, described: Mapping[str, Any]) -> tuple[dict[str, SavedTensor], tuple[str, ...]]:
         tensors: dict[str, SavedTensor] = {}
         entries: list[str] = []
         for key, value in described.items():
             try:
-                if not isinstance(key, str):
-                    raise ValueError("it is named by what is no text")
                 if isinstance(value, Made) and value.by == Global(_METADATA, "BytesStorageMetadata"):
                     entries.append(key)
                 else:
                     tensors[key] = self._tensor(key, _fields(value, _METADATA, "TensorStorageMetadata"))
             except (ValueError, KeyError) as error:
                 reason = str(error) if isinstance(error, ValueError) else f"its description lacks {error}"
-                self.problems.append(Problem(self.where, f"tensor {str(key)[:200]!r}: {reason}.", _DAMAGED))
+                self.problems.append(Problem(self.where, f"tensor {key[:200]!r}: {reason}.", _DAMAGED))
         return tensors, tuple(entries)
 
     def _tensor(self, key: str, fields: Mapping[str, Any]) -> SavedTensor:
@@ -235,9 +235,9 @@ def _dtype(properties: Any) -> DType:
 def _size(value: Any) -> tuple[int, ...]:
     if isinstance(value, Made) and value.by == _SIZE:
         sizes = value.arguments[0] if value.arguments else ()
-        if isinstance(sizes, tuple | list):
+        if isinstance(sizes, tuple | list) and len(sizes) <= MOST_DIMENSIONS:
             return tuple(map(_count, sizes))
-    raise ValueError("it has something else in the place of a size")
+    raise ValueError(f"it has something else in the place of at most {MOST_DIMENSIONS} sizes")
 
 
 def _count(value: Any) -> int:
@@ -258,6 +258,8 @@ def _paths(planner_data: Any) -> dict[str, tuple[str, ...]]:
     return {
         key: tuple(map(str, path))
         for key, path in planner_data.items()
-        if isinstance(key, str) and isinstance(path, tuple) and path
+        # A key is its path's parts with dots between them, so no path is longer, as shared texts may make it.
+        if isinstance(key, str) and isinstance(path, tuple) and 0 < len(path) <= len(key) + 1
         if all(isinstance(each, str | int) for each in path)
+        if sum(len(str(each)) for each in path) <= len(key)
     }

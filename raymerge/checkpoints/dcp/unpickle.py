@@ -1,7 +1,10 @@
 """Reads pickles without building anything: what a class or function would make becomes a ``Made``.
 
-No name is imported and nothing is called, so no code can run. Only texts and numbers are taken as keys of
-maps: nested shared tuples would take ages to be hashed, or overflow the stack."""
+No name is imported and nothing is called, so no code can run.
+
+A few bytes can describe nested shared values that would take ages to be hashed, compared or put into a
+message, or overflow the stack. So only texts, numbers and what is ``Made`` are taken as keys of maps, and a
+value may stand in a message only once it is known to be a text or a number."""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MOST_DIGITS_NBYTES = 255
+MOST_DIMENSIONS = 32
+"""Of a tensor. Products over more sizes would take ages; no model has as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Made:
     """What calling a global would have made."""
 
@@ -35,7 +40,7 @@ class Made:
         return self.state if isinstance(self.state, dict) else {}
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Persistent:
     """What lies outside of the pickle, by its identifier."""
 
@@ -51,7 +56,7 @@ def unpickle(data: bytes, allowed: Callable[[Global], bool]) -> Any:
     try:
         return _Machine(data, allowed).run()
     except (IndexError, KeyError, struct.error, UnicodeDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is damaged ({error!r})") from error
+        raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
 _MARK = object()
