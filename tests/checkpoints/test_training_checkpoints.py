@@ -31,10 +31,11 @@ from kits.training_checkpoint import (
 )
 from safetensors.torch import load_file
 
-from raymerge.api import AuditOptions, audit, plan, submit_sweep, verify, write_chunks
+from raymerge.api import AuditOptions, audit, plan, submit, submit_sweep, verify, write_chunks
 from raymerge.checkpoints.dcp.store import ChunkedStore
 from raymerge.checkpoints.source import open_checkpoint
-from raymerge.errors import CheckpointError, HeldError, OptionError, PlanError, TargetError
+from raymerge.errors import CheckpointError, HeldError, IncompleteError, OptionError, PlanError, TargetError
+from raymerge.events import Event, Started
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.publish.lease import LeaseFile, leased
 from raymerge.storage.local.store import LocalStore
@@ -519,6 +520,29 @@ def test_nested_values_in_a_blob_are_refused_at_once(nested: str, tmp_path: Path
         _point_at_all_of(root)
         with pytest.raises(CheckpointError, match=what):
             open_checkpoint(root, "a")
+
+
+@pytest.mark.parametrize("form", ["chunks", "shards"])
+def test_checkpoint_that_vanishes_before_it_is_read_can_come_back(form: str, tmp_path: Path) -> None:
+    root, apart = tmp_path / "a", tmp_path / "apart"
+    if form == "chunks":
+        save_chunks(root, tensors_of(1), BOXES)
+    else:
+        save_shards(root, tensors_of(1), BOXES, ranks=12)
+    recipe, apart_files = mean_of(root), list(root.glob("*.safetensors")) or [root / ".metadata"]
+
+    def vanish(event: Event) -> None:
+        if isinstance(event, Started) and not apart.exists():
+            apart.mkdir()
+            for file in apart_files:
+                file.rename(apart / file.name)
+
+    with pytest.raises(IncompleteError, match="gone since the merge was planned"):
+        submit(recipe, tmp_path / "out", INLINE, on_event=vanish)
+    for file in apart_files:
+        (apart / file.name).rename(file)
+    merged = merge_here(recipe, tmp_path / "out")
+    assert all(torch.equal(merged[name], tensor) for name, tensor in tensors_of(1).items())
 
 
 # Saved by ranks

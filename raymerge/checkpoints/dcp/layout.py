@@ -21,13 +21,13 @@ from raymerge.checkpoints.dcp.names import ModelTensors, model_tensors
 from raymerge.checkpoints.header import FileHeader, read_header
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, Problem
+from raymerge.errors import CheckpointError, Problem, UnreadableError
 from raymerge.storage.store import FileInfo, ReadStore, num_readers
 
 MEGATRON_FILE = "metadata.json"
 SIDECARS = (MEGATRON_FILE, "common.pt", "latest_checkpointed_iteration.txt")
 """Files of Megatron's beside the chunks, which are the training's and not the model's."""
-_ENDING = ".distcp"
+CHUNKS_ENDING = ".distcp"
 _ALIGNMENT = 64
 _SHARD = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
@@ -38,7 +38,7 @@ _COPY = "Copy the checkpoint again from where it is whole."
 def is_chunked(keys: Iterable[str]) -> bool:
     """Whether files of these names are a training checkpoint in chunks."""
     names = frozenset(keys)
-    is_saved = METADATA_FILE in names and any(name.endswith(_ENDING) for name in names)
+    is_saved = METADATA_FILE in names and any(name.endswith(CHUNKS_ENDING) for name in names)
     return is_saved or any(map(_SHARD.fullmatch, names))
 
 
@@ -78,7 +78,8 @@ class Layout:
 
 
 def read_layout(store: ReadStore, files: Sequence[FileInfo]) -> Layout:
-    """Raises CheckpointError: the checkpoint is damaged or not whole; with every problem."""
+    """Raises CheckpointError: the checkpoint is damaged or not whole; with every problem. UnreadableError: no
+    file tells of it, as where they were removed since."""
     infos = {info.key: info for info in files}
     if METADATA_FILE in infos:
         layout = _saved(store, infos)
@@ -120,6 +121,10 @@ def _is_megatron(store: ReadStore, infos: Mapping[str, FileInfo]) -> bool:
 
 def _shards(store: ReadStore, infos: Mapping[str, FileInfo]) -> Layout:
     own = [info for key, info in infos.items() if _SHARD.fullmatch(key)]
+    if not own:
+        what = f"holds no {METADATA_FILE} any more, and no shards of a training checkpoint."
+        remedy = "Check that the files are there, whole and readable, then run again."
+        raise UnreadableError(Problem(store.location("."), what, remedy))
     numbers = {int(match.group(1)) for info in own if (match := _SHARD.fullmatch(info.key))}
     if missing := set(range(1, max(numbers) + 1)) - numbers:
         what = f"holds {len(numbers)} shards up to number {max(numbers)}; number {min(missing)} is missing."
