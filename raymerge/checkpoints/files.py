@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from raymerge.checkpoints.dcp.layout import CHUNKS_ENDING
+from raymerge.checkpoints.dcp.metadata import METADATA_FILE
 from raymerge.checkpoints.header import FileHeader
 from raymerge.checkpoints.json_files import read_bounded, strict_object
 from raymerge.errors import CheckpointError, Problem, shortlist
@@ -39,6 +41,11 @@ def describe_no_weights(names: Iterable[str], where: str, *, pickled: bool = Fal
     if ADAPTER_CONFIG_FILE in ordered:
         what = "is a LoRA adapter (adapter_config.json), not a model."
         return Problem(where, what, f"Name it behind the model that it was trained on: MODEL+{where}.")
+    if METADATA_FILE not in ordered and any(name.endswith(CHUNKS_ENDING) for name in ordered):
+        what = f"holds chunks of a training checkpoint (*{CHUNKS_ENDING}) without {METADATA_FILE}, which is"
+        what += " saved last: the save did not finish, or that file was not copied with the others."
+        remedy = f"Copy {METADATA_FILE} too, or take an earlier checkpoint; from a window of checkpoints"
+        return Problem(where, what, f"{remedy} leave this one out by 'to' or 'pattern'.")
     if others:
         what = f"holds {', '.join(others[:3])}, but neither model.safetensors nor an index of several files."
         return Problem(where, what, "If that is the model in the Hugging Face layout, rename it.")

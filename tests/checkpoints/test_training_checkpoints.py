@@ -522,6 +522,16 @@ def test_nested_values_in_a_blob_are_refused_at_once(nested: str, tmp_path: Path
             open_checkpoint(root, "a")
 
 
+def test_unfinished_save_is_named_as_such(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {})
+    torch.save({"args": 1}, root / "common.pt")
+    (root / ".metadata").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"without \.metadata.* the save did not finish.*'to' or 'pattern'"
+    ):
+        open_checkpoint(root, "a")
+
+
 @pytest.mark.parametrize("form", ["chunks", "shards"])
 def test_checkpoint_that_vanishes_before_it_is_read_can_come_back(form: str, tmp_path: Path) -> None:
     root, apart = tmp_path / "a", tmp_path / "apart"
