@@ -31,7 +31,7 @@ from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
 from raymerge.checkpoints.quantisation.int4 import read_shapes
 from raymerge.checkpoints.quantisation.modelopt import as_table
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, Problem
+from raymerge.errors import CheckpointError, Problem, shortlist
 from raymerge.storage.addresses import chunked_place, is_remote, parent_and_name, shown
 from raymerge.storage.file_rules import TRAINING
 from raymerge.storage.hub import unfetched_files
@@ -371,6 +371,11 @@ def _read_weights(
         notes += more
     if problems:
         raise CheckpointError(problems)
+    if is_chunked(info.key for info in files):
+        notes.append(
+            f"chunks of a training checkpoint beside {shortlist(index.keys)} are not read; if they are the "
+            "model that is meant, keep them in a directory of their own."
+        )
     return headers, (*index.notes, *notes), () if index.weight_map is None else (index.names.index,)
 
 

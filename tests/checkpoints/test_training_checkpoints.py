@@ -29,7 +29,7 @@ from kits.training_checkpoint import (
     state_of,
     write_metadata,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from raymerge.api import AuditOptions, audit, plan, submit, submit_sweep, verify, write_chunks
 from raymerge.checkpoints.dcp.store import ChunkedStore
@@ -553,6 +553,15 @@ def test_checkpoint_that_vanishes_before_it_is_read_can_come_back(form: str, tmp
         (apart / file.name).rename(file)
     merged = merge_here(recipe, tmp_path / "out")
     assert all(torch.equal(merged[name], tensor) for name, tensor in tensors_of(1).items())
+
+
+def test_plan_notes_chunks_beside_safetensors(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {})
+    save_file({"w": torch.zeros(2)}, root / "model.safetensors")
+    (root / "config.json").write_text('{"model_type": "llama"}')
+    checkpoint = open_checkpoint(root, "a")
+    assert [file.key for file in checkpoint.files] == ["model.safetensors"]
+    assert [note for note in checkpoint.notes if "beside model.safetensors are not read" in note]
 
 
 # Saved by ranks
