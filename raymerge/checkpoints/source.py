@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -226,13 +226,8 @@ def open_checkpoint(
         tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
         shapes = attempt(problems, lambda: read_shapes(store, tensors))
     read = () if weights is None else (*(header.key for header in headers), *weights[2])
-    present = {info.key: info.nbytes for info in files}
     sidecars = () if chunks is None else chunks.sidecars
-    beside, left_out = sort_files(
-        present | {info.key: info.nbytes for info in others}, {CONFIG_FILE, *read, *sidecars}
-    )
-    left_out += tuple(LeftOut(key, present[key], TRAINING.name, is_weights=False) for key in sidecars)
-    companions = tuple(key for key in beside if key in present)
+    companions, left_out = _beside({CONFIG_FILE, *read}, files, others, sidecars)
     if not is_remote(str(root)):
         problems += stray_links(Path(root), companions)
         left_out += tuple(linked_directories(Path(root)))
@@ -251,6 +246,17 @@ def open_checkpoint(
         hf_quant_config=hf_quant_config,
         chunks=chunks,
     )
+
+
+def _beside(
+    read: Collection[str], files: Sequence[FileInfo], unfetched: Sequence[FileInfo], sidecars: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[LeftOut, ...]]:
+    """The companions, and the files that are neither read nor copied."""
+    present = {info.key: info.nbytes for info in files}
+    sizes = present | {info.key: info.nbytes for info in unfetched}
+    beside, left_out = sort_files(sizes, {*read, *sidecars})
+    training = tuple(LeftOut(key, present[key], TRAINING.name, is_weights=False) for key in sidecars)
+    return tuple(key for key in beside if key in present), left_out + training
 
 
 def open_tensor_file(path: Path | str, name: str, *, pickled: bool = False) -> Checkpoint:
