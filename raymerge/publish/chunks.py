@@ -7,6 +7,7 @@ state of the training. Only checksums of changed data are made anew."""
 from __future__ import annotations
 
 import glob
+import math
 import os
 import shutil
 import uuid
@@ -54,8 +55,8 @@ def write_chunks(source: Checkpoint, like: str, output: Path) -> ChunksResult:
 
     Raises OptionError: ``like`` is no training checkpoint on this machine, or the output is there already;
     TargetError: the output is in or around a source, or another process makes it; PlanError: the model's
-    tensors are not those of ``like``; CheckpointError; VerificationError: what was written is not the
-    model."""
+    tensors are not those of ``like``, or differ where that stores one for two; CheckpointError;
+    VerificationError: what was written is not the model."""
     if is_remote(like) or not is_chunked(os.listdir(like) if os.path.isdir(like) else ()):
         what = "is no directory of a training checkpoint on this machine."
         raise OptionError(Problem(shown(like), what, "Give one of the training that the model comes from."))
@@ -133,6 +134,8 @@ class _Writer:
     def write(self) -> None:
         model = self.layout.model.tensors
         places = {name: self._places(each) for name, each in model.items()}
+        if problems := [*self._shared(places)]:
+            raise PlanError(problems)
         own: dict[str, list[Range]] = {}
         for name, each in model.items():
             for chunk, place in zip(each.chunks, places[name], strict=True):
@@ -152,6 +155,20 @@ class _Writer:
         parents = {str(parent) for info in files for parent in PurePosixPath(info.key).parents}
         for directory in {".", *parents}:
             self.target.sync_directory(directory)
+
+    def _shared(self, places: Mapping[str, Sequence[Place]]) -> Iterator[Problem]:
+        """Pairs of tensors that differ, but are the same bytes of the template."""
+        holders: dict[tuple[str, int], str] = {}
+        pairs: dict[tuple[str, str], None] = {}
+        for name, each in self.layout.model.tensors.items():
+            for chunk, place in zip(each.chunks, places[name], strict=True):
+                if math.prod(chunk.sizes):
+                    pairs[holders.setdefault((chunk.key, place.offset), name), name] = None
+        for first, second in pairs:
+            if first != second and len({_digest(self.weights, self.tensors[n]) for n in (first, second)}) > 1:
+                what = f"stores {first} and {second} as the same bytes, and they differ in the model."
+                remedy = "Give a checkpoint that stores each of them, or a model in which they are equal."
+                yield Problem(self.template.location("."), what, remedy)
 
     def _places(self, tensor: SavedTensor) -> Sequence[Place]:
         return [self.layout.reader.place(tensor, chunk) for chunk in tensor.chunks]

@@ -329,6 +329,22 @@ def test_chunks_are_not_written_into_a_source_or_where_another_process_writes(tm
     assert {each.name for each in tmp_path.iterdir()} == {"a", "merged", "out"}
 
 
+def test_tensors_that_share_a_blob_are_written_only_if_they_are_equal(tmp_path: Path) -> None:
+    both = {"first": torch.ones(2, 3), "second": torch.zeros(2, 3)}
+    root = save_chunks(tmp_path / "a", both, {})
+    merge(mean_of(root), tmp_path / "apart")
+    metadata = metadata_of(root)
+    one, two = metadata.storage_data
+    metadata.storage_data[two] = metadata.storage_data[one]
+    write_metadata(root, metadata)
+    with pytest.raises(PlanError, match="stores first and second as the same bytes, and they differ"):
+        write_chunks(tmp_path / "apart", root, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    merge(mean_of(root), tmp_path / "tied")
+    write_chunks(tmp_path / "tied", root, tmp_path / "out")
+    assert all(torch.equal(each, both["first"]) for each in load_whole(tmp_path / "out").values())
+
+
 # Damage
 
 
