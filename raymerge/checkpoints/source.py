@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from raymerge.checkpoints.dcp.chunked import ChunkedTensors, read_chunked
 from raymerge.checkpoints.dcp.layout import is_chunked
@@ -211,41 +211,54 @@ def open_checkpoint(
     with open_store(str(root)) as store:
         files = files_at(store)
         others = unfetched_files(store.location("."), files)
-        is_bare = not needs_weights and not _has_weights(files, pickled=pickled)
-        chunks = None
-        if _is_chunked(files, pickled=pickled):
-            chunks = attempt(problems, lambda: read_chunked(store, files))
-            weights = None if chunks is None else (chunks.headers, chunks.notes, chunks.keys)
-        elif is_bare:
-            weights = (), (), ()
-        else:
-            weights = attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
+        weights = attempt(
+            problems, lambda: _read_weights(store, files, pickled=pickled, is_needed=needs_weights)
+        ) or _Weights((), ())
         config = attempt(problems, lambda: _read_config(store, files, pickled=pickled))
         hf_quant_config = attempt(problems, lambda: _read_hf_quant_config(store, files)) or {}
-        headers = () if weights is None else weights[0]
-        tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
+        tensors = in_natural_order(tensor for header in weights.headers for tensor in header.tensors)
         shapes = attempt(problems, lambda: read_shapes(store, tensors))
-    read = () if weights is None else (*(header.key for header in headers), *weights[2])
-    sidecars = () if chunks is None else chunks.sidecars
-    companions, left_out = _beside({CONFIG_FILE, *read}, files, others, sidecars)
+    sidecars = () if weights.chunks is None else weights.chunks.sidecars
+    companions, left_out = _beside({CONFIG_FILE, *weights.keys}, files, others, sidecars)
     if not is_remote(str(root)):
         problems += stray_links(Path(root), companions)
         left_out += tuple(linked_directories(Path(root)))
-    if problems or weights is None or config is None or shapes is None:
+    if problems or config is None or shapes is None:
         raise CheckpointError(problems)
     return Checkpoint(
         name=name,
         root=str(root),
         config=_with_table(config, hf_quant_config),
         tensors=tensors,
-        files=tuple(map(weight_file, headers)),
+        files=tuple(map(weight_file, weights.headers)),
         companions=companions,
-        notes=weights[1],
+        notes=weights.notes,
         left_out=left_out,
         shapes=shapes,
         hf_quant_config=hf_quant_config,
-        chunks=chunks,
+        chunks=weights.chunks,
     )
+
+
+class _Weights(NamedTuple):
+    headers: tuple[FileHeader, ...]
+    notes: tuple[str, ...]
+    index_keys: tuple[str, ...] = ()
+    """The key of the index, if any."""
+    chunks: ChunkedTensors | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*(header.key for header in self.headers), *self.index_keys)
+
+
+def _read_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool, is_needed: bool) -> _Weights:
+    if _is_chunked(files, pickled=pickled):
+        chunks = read_chunked(store, files)
+        return _Weights(chunks.headers, chunks.notes, chunks=chunks)
+    if not is_needed and not _has_weights(files, pickled=pickled):
+        return _Weights((), ())
+    return _read_files(store, files, pickled=pickled)
 
 
 def _beside(
@@ -349,10 +362,8 @@ def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool
     return True
 
 
-def _read_weights(
-    store: ReadStore, files: Sequence[FileInfo], *, pickled: bool
-) -> tuple[tuple[FileHeader, ...], tuple[str, ...], tuple[str, ...]]:
-    """The headers, notes, and the key of the index if any; reads of headers overlap, for slow disks."""
+def _read_files(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) -> _Weights:
+    """Reads of headers overlap, for slow disks."""
     index = find_weights(store, files, pickled=pickled)
     problems = list(index.problems)
     is_pickled = index.names is PICKLES
@@ -382,7 +393,8 @@ def _read_weights(
             f"chunks of a training checkpoint beside {shortlist(index.keys)} are not read; if they are the "
             "model that is meant, keep them in a directory of their own."
         )
-    return headers, (*index.notes, *notes), () if index.weight_map is None else (index.names.index,)
+    index_keys = () if index.weight_map is None else (index.names.index,)
+    return _Weights(headers, (*index.notes, *notes), index_keys)
 
 
 def read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
