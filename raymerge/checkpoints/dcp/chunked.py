@@ -30,10 +30,6 @@ class ChunkedTensors:
     sidecars: tuple[str, ...]
     """Files beside the chunks that are the training's."""
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(header.key for header in self.headers)
-
 
 def read_chunked(store: ReadStore, files: Sequence[FileInfo]) -> ChunkedTensors:
     """Locate every chunk of the model. Raises CheckpointError: one is not stored as it must be; with every
