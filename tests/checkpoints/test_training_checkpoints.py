@@ -30,6 +30,7 @@ from kits.training_checkpoint import (
     write_metadata,
 )
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from raymerge.api import AuditOptions, audit, plan, submit, submit_sweep, verify, write_chunks
 from raymerge.checkpoints.dcp.store import ChunkedStore
@@ -517,6 +518,19 @@ def test_nested_values_in_metadata_are_refused_at_once(nested: str, tmp_path: Pa
         (root / ".metadata").write_bytes(content)
         with pytest.raises(CheckpointError, match=what):
             open_checkpoint(root, "a")
+
+
+def test_chunks_that_many_tensors_share_are_refused_at_once(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {}, files=1)
+    metadata = metadata_of(root)
+    own, (info,) = metadata.state_dict_metadata["w"], metadata.storage_data.values()
+    own.chunks *= 20_000
+    names = [f"w{number}" for number in range(2000)]
+    metadata.state_dict_metadata = dict.fromkeys(names, own)
+    metadata.storage_data = {MetadataIndex(name, torch.Size((0,))): info for name in names}
+    write_metadata(root, metadata)
+    with pytest.raises(CheckpointError, match="more chunks than it has bytes for"):
+        open_checkpoint(root, "a")
 
 
 @pytest.mark.parametrize("nested", NESTED)

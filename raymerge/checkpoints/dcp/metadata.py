@@ -96,6 +96,9 @@ def read_state(raw: bytes, where: str, files: Mapping[str, FileInfo]) -> SavedSt
             raise ValueError("it has no map of tensors, or none of where they are stored")
         if not all(isinstance(key, str) for key in described):
             raise ValueError("its map of tensors has a key that is no text")
+        # Tensors that share one list of chunks would take ages; torch gives each its own.
+        if _num_chunks(described) > len(raw):
+            raise ValueError("it lists more chunks than it has bytes for")
         reader = _StateReader(where, files, _blobs(places), [])
     except (ValueError, KeyError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"it lacks {error}"
@@ -106,6 +109,11 @@ def read_state(raw: bytes, where: str, files: Mapping[str, FileInfo]) -> SavedSt
     if problems := [*reader.problems, *_overlapping(reader.blobs, where)]:
         raise CheckpointError(shortened(problems, where))
     return SavedState(tensors, entries, _paths(fields.get("planner_data")))
+
+
+def _num_chunks(described: Mapping[str, Any]) -> int:
+    lists = (each.fields().get("chunks") for each in described.values() if isinstance(each, Made))
+    return sum(len(each) for each in lists if isinstance(each, list))
 
 
 def shortened(problems: Sequence[Problem], where: str) -> list[Problem]:
