@@ -11,7 +11,6 @@ from rich.console import Console
 from raymerge.cli.render.reports import Account, show_accounts
 from raymerge.cli.render.screen import counted, heading, show_table
 from raymerge.errors import shortlist
-from raymerge.merge_plan.joint import joint_read_bytes
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -41,13 +40,11 @@ class SweepAccount:
         return tuple(self.outputs[number].name for number in group.numbers)
 
     def read_bytes(self, group: ReadGroup) -> int:
-        return int(joint_read_bytes(self._plans(group)).sum())
+        return _read_bytes(self._plans(group))
 
     def own_bytes(self, group: ReadGroup) -> int:
         """Bytes beside what the output reads that reads most: other models, and codes that share a scale."""
-        return self.read_bytes(group) - max(
-            int(joint_read_bytes([plan]).sum()) for plan in self._plans(group)
-        )
+        return self.read_bytes(group) - max(_read_bytes([plan]) for plan in self._plans(group))
 
     def _plans(self, group: ReadGroup) -> list[Plan]:
         return [self.places[number].merges[-1].plan for number in group.numbers]
@@ -72,6 +69,13 @@ class SweepAccount:
         whole = {"read_bytes": sum(map(self.read_bytes, self.groups)), "written_bytes": self.written_bytes}
         equal = dict(zip(("tensors", "nbytes"), self.equal, strict=True))
         return {"outputs": outputs, "reads": reads, "equal": equal, **whole}
+
+
+def _read_bytes(plans: Sequence[Plan]) -> int:
+    # Plans are there, and what reads them is loaded.
+    from raymerge.merge_plan.joint import joint_read_bytes
+
+    return int(joint_read_bytes(plans).sum())
 
 
 def _named(output: SweepOutput) -> dict[str, Any]:
