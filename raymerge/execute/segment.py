@@ -417,7 +417,7 @@ class SegmentRunner:
         try:
             yield
         except (NonFiniteError, DiskSpaceError) as error:
-            if len(self._jobs) == 1:
+            if len(self._jobs) == 1 or not numbers:
                 raise
             raise OutputError(numbers, error) from error
 

@@ -79,19 +79,19 @@ def _reads(plan: Plan, files: dict[Hashable, int]) -> _Reads:
     joined, _ = lists(ops, "joined_with")
     is_made = (ints(ops, "copy_of") < 0) & (ints(ops, "made_with") < 0)
     of_input = np.repeat(np.arange(len(ops)), ints(ops, "num_inputs"))
-    taken = (is_made & (joined == 0))[of_input]
+    gathers, gather = plan["gathers"], ints(inputs, "gather")
+    # The last is that of inputs that are not gathered.
+    is_padded = np.append(ints(gathers, "real_rows") < ints(gathers, "num_rows"), False)[gather]
+    padded = np.bincount(of_input[is_padded], minlength=len(ops))
+    taken = (is_made & (joined == 0) & (padded == 0))[of_input]
     segment = np.searchsorted(ints(segments, "first_op"), of_input, side="right") - 1
     keys, words = codes(inputs, "key")
     sources = [json.dumps(each, sort_keys=True) for each in plan.manifest["sources"]]
     pairs, which = np.unique(np.stack([ints(inputs, "source"), keys]), axis=1, return_inverse=True)
     numbers = [files.setdefault((sources[s], words[k]), len(files)) for s, k in pairs.T.tolist()]
     nbytes = input_bytes(plan)
-    place = (
-        np.array(numbers, dtype=np.int64)[which.reshape(-1)],
-        ints(inputs, "offset"),
-        ints(inputs, "gather"),
-    )
-    columns = np.stack([segment, *place, nbytes])[:, taken]
+    file = np.array(numbers, dtype=np.int64)[which.reshape(-1)]
+    columns = np.stack([segment, of_input, file, ints(inputs, "offset"), gather, nbytes])[:, taken]
     own = np.bincount(segment[taken], weights=nbytes[taken], minlength=len(segments)).astype(np.int64)
     return _Reads(columns, ints(segments, "cost") - _written_bytes(plan) - own)
 

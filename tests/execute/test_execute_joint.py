@@ -275,3 +275,20 @@ def test_outputs_that_failed_hold_no_memory(tmp_path: Path, monkeypatch: pytest.
         assert all(isinstance(each, JointReceipt) and len(each.failures) == 2 for each in receipts)
         # A load's, and one for each output.
         assert len(got) <= 1 + len(sweep)
+
+
+def test_what_one_plan_reads_twice_counts_twice(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_SEGMENTS_WANTED", 1)
+    stacks = [
+        {
+            "merge_method": "passthrough",
+            "slices": [
+                {"sources": [{"model": str(model), "layer_range": [0, 1], "parameters": {"scale": scale}}]}
+                for scale in (0.5, last)
+            ],
+        }
+        for model, last in ((family.base, 0.25), (family.tunes[0], 0.75))
+    ]
+    _check(stacks, tmp_path, ROOMY)
