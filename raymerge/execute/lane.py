@@ -23,7 +23,7 @@ from raymerge.execute.encoding import Observed, TensorScale, coded_sum, encoded,
 from raymerge.execute.non_finite import are_negative
 from raymerge.execute.output import ComputePermit, Fill, NotFinite, Output
 from raymerge.execute.reading import Load, LoadReader, Raw, RawCodes, ReadPlan, TileJob
-from raymerge.execute.tiled import Making, Tiles, gather, made_together, pieces
+from raymerge.execute.tiled import TiledOp, Tiles, made_together, pieces, take_statistics
 from raymerge.execute.transfers import Arrival, HostTransfers
 from raymerge.merge_plan.expressions import Read
 from raymerge.merge_plan.jobs import JobPart, OpJob
@@ -143,7 +143,7 @@ class Lane:
             return
         first = loads[0].tiles[0]
         if first.op.variants:
-            self._make_in_tiles(first, self._makings(first), partial(self._cycle, loads), self._sample)
+            self._make_in_tiles(first, self._tiled_ops(first), partial(self._cycle, loads), self._sample)
             return
         parts = self._computations(first.op)
         self._pad(read_plan, parts)
@@ -151,8 +151,8 @@ class Lane:
             (raw,) = self._begin(loads[0])
             self._make(first, raw, parts)
             return
-        making = Making(0, first, parts[0] if parts else None)
-        self._make_in_tiles(first, [making], partial(self._cycle, loads), self._sample)
+        tiled = TiledOp(0, first, parts[0] if parts else None)
+        self._make_in_tiles(first, [tiled], partial(self._cycle, loads), self._sample)
 
     def _begin(self, load: Load, *, again: bool = False) -> tuple[Raw, ...]:
         """Read a load and wait for leave to compute; the bytes of the load before are gone."""
@@ -188,11 +188,11 @@ class Lane:
             for part in op.parts
         ]
 
-    def _makings(self, tile: TileJob) -> list[Making]:
+    def _tiled_ops(self, tile: TileJob) -> list[TiledOp]:
         """What is made of the tiles of a joint op whose variants are of one part."""
         computations = (self._computations(own.op) for own, _ in tile.variants)
         return [
-            Making(number, own, parts[0] if parts else None)
+            TiledOp(number, own, parts[0] if parts else None)
             for number, ((own, _), parts) in enumerate(zip(tile.variants, computations, strict=True))
         ]
 
@@ -202,7 +202,7 @@ class Lane:
             self._make(tile, raw, self._computations(tile.op))
         elif tile.op.is_flat and tile.piece:
             self._make_in_tiles(
-                tile, self._makings(tile), _held(tile, raw), partial(_sample_within, tile, raw)
+                tile, self._tiled_ops(tile), _held(tile, raw), partial(_sample_within, tile, raw)
             )
         else:
             for number, (own, _) in enumerate(tile.variants):
@@ -223,17 +223,17 @@ class Lane:
         if not tile.piece:
             self._emit(op, [self._whole(op, raw, parts)], 0, raw)
             return
-        making, held = Making(0, tile, parts[0]), _held(tile, raw)
-        self._make_in_tiles(tile, [making], held, partial(_sample_within, tile, raw))
+        tiled, held = TiledOp(0, tile, parts[0]), _held(tile, raw)
+        self._make_in_tiles(tile, [tiled], held, partial(_sample_within, tile, raw))
 
     def _make_in_tiles(
-        self, first: TileJob, makings: Sequence[Making], tiles: Tiles, sample: Callable[[Making], Tile]
+        self, first: TileJob, tiled_ops: Sequence[TiledOp], tiles: Tiles, sample: Callable[[TiledOp], Tile]
     ) -> None:
         """Make ops of one part tile by tile of one read; ``sample`` is of use where no codes are decoded."""
-        together = made_together(first, makings)
-        gather(together, tiles, sample)
-        for making in makings:
-            making.shared = self._tensor_scale(making, tiles)
+        together = made_together(first, tiled_ops)
+        take_statistics(together, tiles, sample)
+        for tiled in tiled_ops:
+            tiled.shared = self._tensor_scale(tiled, tiles)
         for tile, raw in tiles():
             for group in together:
                 own, share = tile.variant(group[0].number, raw)
@@ -274,23 +274,23 @@ class Lane:
                 self._see(op, ((self._whole(op, raw, parts), raw),))
                 return
             tiles = _held(tile, raw)
-        making = Making(0, tile, parts[0])
-        gather([[making]], tiles, None)
-        self._see(op, _results(parts[0], making.pieces_again(tiles)))
+        tiled = TiledOp(0, tile, parts[0])
+        take_statistics([[tiled]], tiles, None)
+        self._see(op, _results(parts[0], tiled.pieces_again(tiles)))
 
     def _whole(self, op: OpJob, raw: Raw, parts: Sequence[PartComputation]) -> torch.Tensor:
         shares = zip(parts, _by_part(op, raw), strict=True)
         results = [_result_of_whole(part, share, op) for part, share in shares]
         return results[0] if op.is_flat else scatter(results, op)
 
-    def _tensor_scale(self, making: Making, tiles: Tiles) -> TensorScale | None:
+    def _tensor_scale(self, tiled: TiledOp, tiles: Tiles) -> TensorScale | None:
         """The one scale that the codes of an op share, from a pass over its tiles unless they were looked at
         before; None where they share none."""
-        op = making.op
-        if op.tensor_scale is None or making.part is None:
+        op = tiled.op
+        if op.tensor_scale is None or tiled.part is None:
             return None
         if (op.output, op.index) not in self._observed:
-            self._see(op, _results(making.part, making.pieces_again(tiles)))
+            self._see(op, _results(tiled.part, tiled.pieces_again(tiles)))
         return self._shared(op)
 
     def _see(self, op: OpJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> None:
@@ -303,12 +303,12 @@ class Lane:
         others = (self._observed[op.output, each.index] for each in op.joined_with)
         return shared_scale(op, (own, *others))
 
-    def _sample(self, making: Making) -> Tile:
+    def _sample(self, tiled: TiledOp) -> Tile:
         self._turn.rest()
-        inputs = self._reader.sample(making.first)
+        inputs = self._reader.sample(tiled.first)
         self._turn.take()
-        assert making.part is not None
-        return making.part.sample(inputs)
+        assert tiled.part is not None
+        return tiled.part.sample(inputs)
 
     def _pad(self, read_plan: ReadPlan, parts: Sequence[PartComputation]) -> None:
         for load in read_plan.padding:
@@ -332,24 +332,24 @@ class Lane:
         is_there = output.copy_from(self._reader.store(read), read, op, tile.span(read))
         output.take_stored(op, skipped, data, is_there=is_there)
 
-    def _finish(self, group: Sequence[Making], tile: TileJob, raw: Raw) -> None:
+    def _finish(self, group: Sequence[TiledOp], tile: TileJob, raw: Raw) -> None:
         """Make one tile of ops that are made of the same inputs."""
         lead = group[0].part
         if lead is None:
-            for making in group:
-                self._copy(replace(tile, op=making.op), raw)
+            for tiled in group:
+                self._copy(replace(tile, op=tiled.op), raw)
             return
         lead.load(raw)
         if not tile.op.has_codes:
             self._apply(group, lead, tile, raw)
             return
-        left = [making for making in group if not self._sum_codes(making, tile, raw)]
+        left = [tiled for tiled in group if not self._sum_codes(tiled, tile, raw)]
         for piece, bytes_of_it in pieces(tile, raw) if left else ():
             self._apply(left, lead, piece, bytes_of_it)
 
-    def _sum_codes(self, making: Making, tile: TileJob, raw: Raw) -> bool:
+    def _sum_codes(self, tiled: TiledOp, tile: TileJob, raw: Raw) -> bool:
         """Make a tile of codes from codes in one call; whether it can be made so."""
-        op, part = making.op, making.part
+        op, part = tiled.op, tiled.part
         assert part is not None
         output = self._outputs[op.output]
         coded = coded_sum(replace(tile, op=op), raw, part)
@@ -360,23 +360,23 @@ class Lane:
         self._emit_scales(op, coded.stored_scales(), tile.start)
         return True
 
-    def _apply(self, group: Sequence[Making], lead: PartComputation, tile: TileJob, raw: Raw) -> None:
+    def _apply(self, group: Sequence[TiledOp], lead: PartComputation, tile: TileJob, raw: Raw) -> None:
         """Make one tile of ops that are made of one part and in order."""
         if not tile.piece:
             whole = lead.whole(raw, tile.first_element)
-            for making in group:
-                self._emit(making.op, [making.apply(whole)], making.skipped(tile.start), raw, making.shared)
+            for tiled in group:
+                self._emit(tiled.op, [tiled.apply(whole)], tiled.skipped(tile.start), raw, tiled.shared)
             return
         left = self._apply_stored(group, lead, tile, raw)
         done = 0
         for piece in lead.pieces(raw, tile.first_element, tile.piece) if left else ():
-            for making in left:
-                self._emit(making.op, [making.apply(piece)], making.skipped(tile.start + done), raw)
+            for tiled in left:
+                self._emit(tiled.op, [tiled.apply(piece)], tiled.skipped(tile.start + done), raw)
             done += piece.sources.shape[1]
 
     def _apply_stored(
-        self, group: Sequence[Making], lead: PartComputation, tile: TileJob, raw: Raw
-    ) -> list[Making]:
+        self, group: Sequence[TiledOp], lead: PartComputation, tile: TileJob, raw: Raw
+    ) -> list[TiledOp]:
         """Make a tile of those ops that are made of what is stored as it is; what is left.
 
         Several take turns, so that they find in the processor's cache what they read."""
@@ -387,10 +387,10 @@ class Lane:
         step = stored.count if len(fitting) == 1 else tile.piece
         for begin in range(0, max(1, stored.count), max(1, step)):
             part = stored.part(begin, min(step, stored.count - begin))
-            for making in fitting:
-                skipped = making.skipped(tile.start + begin)
-                fill, unit = making.filler(part), making.unit_bytes
-                self._outputs[making.op.output].take(making.op, skipped, 2 * part.count, fill, unit=unit)
+            for tiled in fitting:
+                skipped = tiled.skipped(tile.start + begin)
+                fill, unit = tiled.filler(part), tiled.unit_bytes
+                self._outputs[tiled.op.output].take(tiled.op, skipped, 2 * part.count, fill, unit=unit)
         return [each for each in group if each not in fitting]
 
     def _emit(
@@ -458,9 +458,9 @@ def _held(tile: TileJob, raw: Raw) -> Tiles:
     return lambda *, again=False: ((tile, raw),)  # noqa: ARG005
 
 
-def _sample_within(tile: TileJob, raw: Raw, making: Making) -> Tile:
-    assert making.part is not None
-    return making.part.sample_within(tile.variant(making.number, raw)[1])
+def _sample_within(tile: TileJob, raw: Raw, tiled: TiledOp) -> Tile:
+    assert tiled.part is not None
+    return tiled.part.sample_within(tile.variant(tiled.number, raw)[1])
 
 
 def _results(

@@ -26,7 +26,7 @@ class Tiles(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Making:
+class TiledOp:
     """One op that is made of a read, perhaps beside others."""
 
     number: int
@@ -83,17 +83,17 @@ class Making:
             yield from pieces(own, share)
 
 
-def made_together(first: TileJob, makings: Sequence[Making]) -> list[list[Making]]:
+def made_together(first: TileJob, tiled_ops: Sequence[TiledOp]) -> list[list[TiledOp]]:
     """Groups of ops that are made of the same tiles."""
-    groups: dict[Hashable, list[Making]] = {}
-    for each in makings:
+    groups: dict[Hashable, list[TiledOp]] = {}
+    for each in tiled_ops:
         inputs = first.variants[each.number][1] if first.variants else ()
         groups.setdefault((inputs, each.form), []).append(each)
     return list(groups.values())
 
 
-def gather(
-    together: Sequence[Sequence[Making]], tiles: Tiles, sample: Callable[[Making], Tile] | None
+def take_statistics(
+    together: Sequence[Sequence[TiledOp]], tiles: Tiles, sample: Callable[[TiledOp], Tile] | None
 ) -> None:
     """Take the statistics of all ops, in as few passes over the read as the one takes that needs most."""
     taking = [each for group in together if group[0].part is not None for each in _statistics(group, sample)]
@@ -105,34 +105,34 @@ def gather(
         for each in running:
             each.gathering.end_pass()
     for each in taking:
-        for making, state in zip(each.makings, each.gathering.states, strict=True):
-            assert making.part is not None
-            making.part.take(state)
+        for tiled, state in zip(each.tiled_ops, each.gathering.states, strict=True):
+            assert tiled.part is not None
+            tiled.part.take(state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Statistics:
-    group: Sequence[Making]
-    makings: Sequence[Making]
+    group: Sequence[TiledOp]
+    tiled_ops: Sequence[TiledOp]
     """Those of the group that are observed alike."""
     gathering: methods.Gathering
 
 
-def _statistics(group: Sequence[Making], sample: Callable[[Making], Tile] | None) -> Iterator[_Statistics]:
-    alike: dict[Hashable, list[Making]] = {}
+def _statistics(group: Sequence[TiledOp], sample: Callable[[TiledOp], Tile] | None) -> Iterator[_Statistics]:
+    alike: dict[Hashable, list[TiledOp]] = {}
     for each in group:
         assert each.part is not None
         alike.setdefault(each.part.observed, []).append(each)
     lead = group[0]
-    for makings in alike.values():
-        parts = [each.part for each in makings if each.part is not None]
+    for tiled_ops in alike.values():
+        parts = [each.part for each in tiled_ops if each.part is not None]
         gathering = parts[0].gathering(parts)
         if sample is not None and gathering.takes_sample and lead.first.piece and not lead.op.has_codes:
             gathering.add_sample(sample(lead))
-        yield _Statistics(group, makings, gathering)
+        yield _Statistics(group, tiled_ops, gathering)
 
 
-def _observe(gatherings: Sequence[methods.Gathering], lead: Making, tile: TileJob, raw: Raw) -> None:
+def _observe(gatherings: Sequence[methods.Gathering], lead: TiledOp, tile: TileJob, raw: Raw) -> None:
     part = lead.part
     if not gatherings or part is None:
         return

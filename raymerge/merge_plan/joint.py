@@ -161,12 +161,12 @@ def _form(op: OpJob) -> Hashable:
 def _union(ops: Sequence[OpJob]) -> Sequence[OpJob]:
     """One op of the inputs of all; the ops themselves where its parts would have unequally many inputs."""
     parts: list[JobPart] = []
-    picks: list[list[int]] = [[] for _ in ops]
+    selections: list[list[int]] = [[] for _ in ops]
     for number, part in enumerate(ops[0].parts):
         numbers: dict[Hashable, int] = {}
         inputs: list[Input] = []
         before = sum(len(each.inputs) for each in parts)
-        for own, op in zip(picks, ops, strict=True):
+        for own, op in zip(selections, ops, strict=True):
             for each in op.parts[number].inputs:
                 if (key := _identity(each)) not in numbers:
                     numbers[key] = len(inputs)
@@ -179,7 +179,7 @@ def _union(ops: Sequence[OpJob]) -> Sequence[OpJob]:
     last = len(ops) - 1
     order = sorted(range(len(ops)), key=lambda number: ops[number].need.in_place)
     variants = [
-        Variant(replace(ops[number], leaves_inputs=position < last), tuple(picks[number]))
+        Variant(replace(ops[number], leaves_inputs=position < last), tuple(selections[number]))
         for position, number in enumerate(order)
     ]
     return (replace(ops[0], parts=tuple(parts), variants=tuple(variants)),)
