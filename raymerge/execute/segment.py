@@ -408,7 +408,7 @@ class SegmentRunner:
     def _ops(self, segment: int, numbers: Iterable[int], makings: Sequence[Making] | None) -> Sequence[OpJob]:
         jobs = [self._jobs[number] for number in numbers]
         if makings is not None:
-            return jobs[0].these(segment, makings)
+            return jobs[0].these(makings)
         return jobs[0].ops(segment) if len(jobs) == 1 else joint_ops(each.ops(segment) for each in jobs)
 
     @contextmanager

@@ -296,11 +296,13 @@ class Jobs:
     def tensor(self, row: int) -> str:
         return str(self._tensors.row(self._ops.row(row).tensor).name)
 
-    def these(self, segment: int, makings: Sequence[Making]) -> tuple[OpJob, ...]:
+    def these(self, makings: Sequence[Making]) -> tuple[OpJob, ...]:
         """Ops to make in this order, each with some of its places alone."""
-        own = {op.index: op for op in self.ops(segment)}
-        jobs = ((own.get(number) or self._run(number, 1)[0], written) for number, written in makings)
-        return tuple(self._aimed(op, written) for op, written in jobs)
+        numbers = sorted({number for number, _ in makings})
+        breaks = [at for at, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1]
+        runs = [(first, stop) for first, stop in pairwise([0, *breaks, len(numbers)]) if stop > first]
+        jobs = {job.index: job for first, stop in runs for job in self._run(numbers[first], stop - first)}
+        return tuple(self._aimed(jobs[number], written) for number, written in makings)
 
     def _aimed(self, op: OpJob, written: Sequence[int]) -> OpJob:
         """An op with the places of these ops instead of all of its own."""

@@ -327,6 +327,14 @@ def _zeros_nbytes(plan: Plan) -> Ints:
     return result
 
 
+def makers(plan: Plan) -> Ints:
+    """The op that is carried out to make the bytes of each ``[ops]``: itself, the first of equal content, or
+    the codes that scales come with."""
+    copy_of, made_with = ints(plan["ops"], "copy_of"), ints(plan["ops"], "made_with")
+    first = np.where(copy_of >= 0, copy_of, np.arange(len(copy_of)))
+    return np.where(made_with[first] >= 0, made_with[first], first)
+
+
 def op_bytes(plan: Plan) -> Ints:
     """Bytes that each op is read from ``[ops]``, also one that another op writes."""
     read = np.append(0, np.cumsum(input_bytes(plan)))

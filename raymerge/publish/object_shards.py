@@ -18,7 +18,7 @@ from raymerge.events import OnEvent, PartInHand, ShardDone
 from raymerge.execute.receipts import UNFINISHED, Receipt
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.jobs import Making
-from raymerge.merge_plan.plan import ints
+from raymerge.merge_plan.plan import ints, makers
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.record import ATTEMPT, RECORD, Ledger
 from raymerge.publish.shards import SegmentsRunner, SegmentWork, file_numbers
@@ -55,9 +55,7 @@ class ShardOrder:
 def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[ShardOrder, ...]:
     """How each shard is made, in the plan's order; ``most_early`` bytes may wait for their place."""
     table = plan["ops"]
-    copy_of, made_with = ints(table, "copy_of"), ints(table, "made_with")
-    first = np.where(copy_of >= 0, copy_of, np.arange(len(copy_of)))
-    makers = np.where(made_with[first] >= 0, made_with[first], first).tolist()
+    made_by = makers(plan).tolist()
     offsets, sizes = ints(table, "offset").tolist(), ints(table, "nbytes").tolist()
     by_shard: dict[int, list[tuple[int, int, int]]] = {}
     spans = (ints(plan["segments"], name).tolist() for name in ("first_op", "num_ops", "shard"))
@@ -65,7 +63,7 @@ def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[Sha
         by_shard.setdefault(shard, []).append((segment, begin, count))
     orders = []
     for number, shard in enumerate(plan["shards"].to_pylist()):
-        queue = _Queue(offsets, sizes, makers, by_shard.get(number, ()), most_early)
+        queue = _Queue(offsets, sizes, made_by, by_shard.get(number, ()), most_early)
         steps = tuple(queue.steps())
         orders.append(ShardOrder(shard["name"], shard["nbytes"], shard["header"], steps, queue.most_kept))
     return tuple(orders)
@@ -79,8 +77,8 @@ def shard_reads(plan: Plan, orders: Sequence[ShardOrder]) -> tuple[frozenset[tup
     for order in orders:
         ops = np.asarray([op for _, makings in order.steps for op, _ in makings], dtype=np.int64)
         # Of an op that belongs to another shard, all files of its segment: that is where it is made.
-        makers = np.unique(np.searchsorted(firsts, ops, side="right") - 1).tolist()
-        files.append(frozenset[tuple[int, str]]().union(*(read[segment] for segment in makers)))
+        made_in = np.unique(np.searchsorted(firsts, ops, side="right") - 1).tolist()
+        files.append(frozenset[tuple[int, str]]().union(*(read[segment] for segment in made_in)))
     return tuple(files)
 
 
