@@ -36,7 +36,8 @@ from raymerge.storage.addresses import chunked_place, is_remote, parent_and_name
 from raymerge.storage.file_rules import TRAINING
 from raymerge.storage.hub import unfetched_files
 from raymerge.storage.open import open_store
-from raymerge.storage.store import FileInfo, ReadStore, num_readers
+from raymerge.storage.retry import RetryPolicy
+from raymerge.storage.store import NO_FILES, FileInfo, ReadStore, num_readers
 
 CONFIG_FILE = "config.json"
 _QUANTISATION_TABLES = ("quantization_config", "compression_config")
@@ -81,6 +82,12 @@ class Holding:
     def place(self) -> str:
         """What is opened to read its tensors."""
         return self.root
+
+    def open(
+        self, *, retry_policy: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+    ) -> ReadStore:
+        """The store that its tensors are read from; arguments are those of ``open_store``."""
+        return open_store(self.place, retry_policy=retry_policy, expected=expected)
 
     @property
     def left(self) -> Mapping[str, int]:

@@ -16,7 +16,7 @@ from raymerge.architectures.rules import quantisation_tables
 from raymerge.checkpoints.quantisation.detect import is_activation_scale
 from raymerge.checkpoints.quantisation.encoding import SPELL_RIGHT, Encoding, Format, Made
 from raymerge.dtypes import DType
-from raymerge.errors import Problem
+from raymerge.errors import NonFiniteError, Problem
 from raymerge.execute.non_finite import are_zeros, scale_fault
 from raymerge.merge_plan.plan import Ints, Plan, RunReader, ints
 from raymerge.merge_plan.tables import read_scales
@@ -58,6 +58,13 @@ class _Stored(NamedTuple):
         """The format of a matrix whose one scale it is beside those of blocks; None for other scales."""
         form = None if self.encoding is None or self.what != "tensor_scale" else self.encoding.format
         return form if form is not None and form.has_two_scales else None
+
+
+def check_scales(plan: Plan, stores: Sequence[ReadStore], names: Sequence[str]) -> None:
+    """Raises NonFiniteError with all that is wrong with stored scales, as far as they are read in a few
+    seconds."""
+    if problems := tuple(scale_problems(plan, stores, names)):
+        raise NonFiniteError(problems)
 
 
 def scale_problems(plan: Plan, stores: Sequence[ReadStore], names: Sequence[str]) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ from raymerge.errors import (
 )
 from raymerge.events import OnEvent
 from raymerge.execute.receipts import Receipt, op_digests
-from raymerge.execute.stored_scales import scale_problems
+from raymerge.execute.stored_scales import check_scales
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
@@ -352,10 +352,8 @@ class Run:
 
     def check_scales(self) -> None:
         with versions.checking_sources(self._held), ExitStack() as opened:
-            stores = [opened.enter_context(open_store(each.place)) for each in self._held]
-            problems = tuple(scale_problems(self._plan, stores, [each.name for each in self._held]))
-        if problems:
-            raise NonFiniteError(problems)
+            stores = [opened.enter_context(each.open()) for each in self._held]
+            check_scales(self._plan, stores, [each.name for each in self._held])
 
     def resumable(self) -> AbstractContextManager[None]:
         return resumable(self._staging.output, self._staging.missing_bytes)
