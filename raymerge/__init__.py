@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from raymerge.api import replay as replay
     from raymerge.api import report as report
     from raymerge.api import report_difference as report_difference
+    from raymerge.api import stream as stream
     from raymerge.api import submit as submit
     from raymerge.api import submit_sweep as submit_sweep
     from raymerge.api import suggest_recipe as suggest_recipe
@@ -51,6 +52,7 @@ __all__ = [
     "replay",
     "report",
     "report_difference",
+    "stream",
     "submit",
     "submit_sweep",
     "suggest_recipe",

@@ -71,6 +71,7 @@ from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
 from raymerge.runtime.driver.report_run import ReportRun, Subject, subject_of_merge, subject_of_output
 from raymerge.runtime.driver.run import RunResult
 from raymerge.runtime.driver.sweep_run import OutputMerges, SweepJob
+from raymerge.runtime.driver.tensor_stream import TensorStream
 from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
@@ -250,6 +251,7 @@ __all__ = [
     "Selection",
     "Suggestion",
     "SweepOutput",
+    "TensorStream",
     "Verdict",
     "audit",
     "conversion",
@@ -270,6 +272,7 @@ __all__ = [
     "replay",
     "report",
     "report_difference",
+    "stream",
     "submit",
     "submit_sweep",
     "suggest_recipe",
@@ -450,6 +453,22 @@ def submit(
         # No more workers than parts of the work, if known by now.
         with _started(chosen, emit, parts=job.most_segments) as pool:
             return job.carry_out(pool)
+
+
+def stream(
+    recipe: RecipesLike, options: RunOptions | None = None, *, on_event: OnEvent | None = None
+) -> TensorStream:
+    """The tensors that ``submit`` would write, one after the other and without files.
+
+    An iterable of ``(name, tensor)``, in the memory that the options give; it is made in this process, also
+    where that is a worker of Ray. Nothing is read or made before the first tensor is asked for.
+
+    Raises:
+        PlanError: recipe and sources do not fit, or torch lacks a dtype of the result.
+        OptionError: too little memory, other workers, or a recipe whose results between need files.
+        RaymergeError: as ``plan``."""
+    chosen = options or RunOptions()
+    return TensorStream(plan_for(recipe, "merged", chosen), chosen, on_event=on_event or (lambda _: None))
 
 
 def submit_sweep(

@@ -178,7 +178,7 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
         name=name,
         root=str(root),
         config=plan.manifest["config"],
-        tensors=_tensors(plan),
+        tensors=planned_tensors(plan),
         files=tuple(planned_file(*shard) for shard in shards),
         companions=tuple(sorted({*copied, *written})),
         notes=(),
@@ -328,7 +328,8 @@ def _foreign(recipe: AnyRecipe, names: Sequence[str]) -> Iterator[Problem]:
             yield Problem(recipe.where(*path), what, "Name the directory of an adapter behind the '+'.")
 
 
-def _tensors(plan: Plan) -> dict[str, StoredTensor]:
+def planned_tensors(plan: Plan) -> dict[str, StoredTensor]:
+    """Where each tensor of the output will lie, in natural order of their names."""
     shards = plan["shards"].column("name").to_pylist()
     columns = ("name", "dtype", "shape", "shard", "offset", "nbytes")
     return in_natural_order(
