@@ -389,7 +389,8 @@ def plan_sweep(
         what = "there is neither 'sweep' nor 'checkpoints' in this recipe."
         raise RecipeError(Problem(str(recipe), what, "Use 'plan_all', or add one."))
     places = [place_of(join(str(output), each.name), chosen) for each in draft.outputs]
-    steps = [steps_directory(place, chosen.steps) for place in places]
+    # Equal results between are made once for all outputs.
+    steps = steps_directory(place_of(output, chosen), chosen.steps)
     opened: dict[tuple[object, ...], Checkpoint] = {}
     if draft.problems:
         raise RecipeError(_sweep_problems(draft, Lookup(options=chosen.storage), opened))
@@ -397,17 +398,17 @@ def plan_sweep(
     if (adapters := _of_adapters(ordered[0])) is not None:
         raise PlanError(_no_sweep(adapters))
     begun = [
-        NO_COMMITS if chosen.replace else commits_begun(*each, or_published=True)
-        for each in zip(ordered, places, steps, strict=True)
+        NO_COMMITS if chosen.replace else commits_begun(recipes, place, steps, or_published=True)
+        for recipes, place in zip(ordered, places, strict=True)
     ]
     # What no unfinished run fixes is the same for all outputs, so that it is read once.
     common = {key: commit for each in reversed(begun) for key, commit in each.items()}
     planned: list[PlannedOutput] = []
     problems: list[tuple[Problem, ...]] = []
-    for each, recipes, root, commits in zip(draft.outputs, ordered, steps, begun, strict=True):
+    for each, recipes, commits in zip(draft.outputs, ordered, begun, strict=True):
         lookup = Lookup(options=chosen.storage, commits={**common, **commits})
         try:
-            merges = plan_merges(recipes, root, version=version("raymerge"), lookup=lookup, opened=opened)
+            merges = plan_merges(recipes, steps, version=version("raymerge"), lookup=lookup, opened=opened)
         except PlanError as error:
             problems.append(error.problems)
             continue

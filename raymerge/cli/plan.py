@@ -176,10 +176,11 @@ def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, titl
         OutputMerges(each.output.name, place_of(join(output, each.output.name), options), each.merges)
         for each in planned
     ]
-    chosen = run_options([each.merges for each in outputs], place_of(output, options), options)
+    around = place_of(output, options)
+    chosen = run_options([each.merges for each in outputs], around, options)
     accounts: list[Account] = []
     for number, each in enumerate(outputs, start=1):
-        last, lacks = each.merges[-1], tuple(steps_problems(each.place, options, each.merges))
+        last, lacks = each.merges[-1], tuple(steps_problems(around, options, each.merges))
         which = f"{title}, output {number} of {len(outputs)}: {each.name}"
         is_made = isinstance(each.place, Path) and digest_at(each.place) == last.plan.digest
         accounts.append(Account(last, _explained(last, chosen, lacks), which, is_made))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,10 +18,10 @@ from raymerge.checkpoints.files import MODEL_CARD, PICKLES, RECORD_DIRECTORY, SA
 from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.source import CONFIG_FILE, Holding
 from raymerge.checkpoints.tokenizer import MORE_TEMPLATES
-from raymerge.errors import Problem, TargetError
+from raymerge.errors import OptionError, Problem, TargetError
 from raymerge.options import RunOptions
 from raymerge.publish.record import JOURNAL
-from raymerge.storage.addresses import is_remote, parse_place, shown, with_options
+from raymerge.storage.addresses import is_remote, parent_and_name, parse_place, shown, with_options
 
 INSIDE = "lies inside"
 _ELSEWHERE = "Choose another -o, outside the sources."
@@ -89,6 +90,14 @@ def steps_directory(output: Path | str, steps: str | None = None) -> Path:
 
 def steps_beside(output: Path) -> Path:
     return output.parent / f".{output.name}.raymerge.steps"
+
+
+def kept_directories(output: Path | str, steps: str | None = None) -> tuple[Path, ...]:
+    """Where intermediate results of an output may be kept: for it alone, or for the sweep that it is of."""
+    places = [output]
+    with suppress(OptionError):
+        places.append(parent_and_name(str(output))[0])
+    return tuple(steps_directory(place, steps) for place in places)
 
 
 def _identity(output: Path | str) -> str:

@@ -67,6 +67,20 @@ def test_the_plan_as_json_has_the_same(folder: Path) -> None:
     assert told["written_bytes"] == sum(each["written_bytes"] for each in told["outputs"])
 
 
+def test_results_between_are_told_and_kept_once_for_all_outputs(folder: Path) -> None:
+    write_recipe(folder, f"name: mean\n{MEAN}---\n{SWEEP.replace('model: two', 'model: mean')}")
+    plan = ("plan", "recipe.yml", "-o", "outs")
+    assert re.search(r"before +mean: 1 for 5 outputs *\nreads +2 reads", _run(folder, *plan).text)
+    (before,) = json.loads(_run(folder, *plan, "--json").text)["before"]
+    assert (before["title"], before["outputs"]) == ("mean", NAMES)
+    made = _run(folder, "submit", "recipe.yml", "-o", "outs", "--inline", "--keep-intermediates")
+    assert made.code == 0
+    assert [each.name for each in (folder / ".outs.raymerge.steps").iterdir()] == ["mean"]
+    audit = _run(folder, "verify", f"outs/{NAMES[0]}", "--level", "audit", "--inline")
+    assert audit.code == 0
+    assert "not kept" not in audit.text
+
+
 def test_outputs_are_made_below_the_place_and_kept_there(folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     assert _run(folder, "submit", "recipe.yml", "-o", "my outs", "--dry-run").code == 0

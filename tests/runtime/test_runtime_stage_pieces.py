@@ -247,9 +247,10 @@ def test_results_stay_until_the_output_is_there(recipe: dict[str, Any], output: 
     assert wanted() == 2 * result + written
     taken["second"] = 100 * written
     assert wanted() == result + 100 * written
-    (steps_directory(output) / "second").mkdir(parents=True)
+    first, second = (stage.directory for stage in merge.stages)
+    (steps_directory(output) / second).mkdir(parents=True)
     assert wanted() == result + written
-    (steps_directory(output) / ".router-rows.raymerge-0123456789abcdef").mkdir(parents=True)
+    (steps_directory(output) / f".{first}.raymerge-0123456789abcdef").mkdir(parents=True)
     assert wanted() == written
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
+import shutil
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors, write_checkpoint
+from kits.checkpoint_maker import read_config, read_tensors, write_checkpoint
 from kits.driver_process import driver, wait_for_receipts
 from kits.merge_cases import (
     INLINE,
@@ -39,7 +42,9 @@ from raymerge.events import (
     Planned,
     Published,
     SegmentDone,
+    StageStarted,
     Started,
+    StepStarted,
 )
 from raymerge.merge_plan.memory import LEAST_BLOCK, project
 from raymerge.options import RunOptions
@@ -218,29 +223,78 @@ def test_outputs_whose_tensors_lie_otherwise_are_read_apart(recipe: dict[str, An
     assert _together(results) == _separate(mixed, tmp_path)
 
 
-def test_outputs_of_several_merges_are_made_one_after_the_other(medium: Family, tmp_path: Path) -> None:
-    models = [{"model": str(tune), "parameters": {"weight": 1.0}} for tune in medium.tunes[:2]]
+def _of_two_merges(family: Family, path: Path, last: Mapping[str, Any]) -> Path:
+    """A sweep whose outputs use the result ``first``."""
+    models = [{"model": str(tune), "parameters": {"weight": 1.0}} for tune in family.tunes[:2]]
     first = {"name": "first", "merge_method": "linear", "models": models}
-    second = [
-        {"model": "first", "parameters": {"weight": 1.0}},
-        {**models[0], "parameters": {"weight": "$w"}},
-    ]
-    last = {"merge_method": "linear", "models": second, "sweep": {"w": [0.2, 0.6]}}
-    path = tmp_path / "recipe.yml"
     path.write_text("---\n".join(json.dumps(each) + "\n" for each in (first, last)), encoding="utf-8")
+    return path
+
+
+def _weighted(medium: Family) -> dict[str, Any]:
+    models = [
+        {"model": "first", "parameters": {"weight": 1.0}},
+        {"model": str(medium.tunes[0]), "parameters": {"weight": "$w"}},
+    ]
+    return {"merge_method": "linear", "models": models, "sweep": {"w": [0.2, 0.6]}}
+
+
+def _files_separately(path: Path, root: Path) -> Made:
+    made: Made = {}
+    for output in read_sweep(path) or ():
+        plain, place = root / f"{output.name}.yml", root / "apart" / output.name
+        plain.write_text(output.text, encoding="utf-8")
+        made[output.name] = merge(str(plain), place).result.digest, digests(place)
+    assert made
+    return made
+
+
+def test_what_several_outputs_are_made_of_is_made_once(medium: Family, tmp_path: Path) -> None:
+    path = _of_two_merges(medium, tmp_path / "recipe.yml", _weighted(medium))
     events = EventLog()
     results = submit_sweep(path, tmp_path / "outs", INLINE, on_event=events)
-    assert [event.names for event in events.of(OutputsStarted)] == [("w0.2",), ("w0.6",)]
-    for output in read_sweep(path) or ():
-        plain = tmp_path / f"{output.name}.yml"
-        plain.write_text(output.text, encoding="utf-8")
-        merged = merge(str(plain), tmp_path / "apart" / output.name)
-        assert _together(results)[output.name] == (
-            merged.result.digest,
-            digests(tmp_path / "apart" / output.name),
-        )
+    assert [event.names for event in events.of(OutputsStarted)] == [("w0.2", "w0.6")]
+    assert [event.name for event in events.of(StepStarted)] == ["first", ""]
+    assert [each.name for each in tmp_path.iterdir() if "outs" in each.name] == ["outs"]
+    assert sorted(os.listdir(tmp_path / "outs")) == ["w0.2", "w0.6"]
+    assert _together(results) == _files_separately(path, tmp_path)
     submit_sweep(path, tmp_path / "outs", INLINE, on_event=events)
     assert len(events.of(OutputKept)) == 2
+    assert len(events.of(StepStarted)) == 2
+
+
+def test_equal_stages_of_outputs_are_made_once(tmp_path: Path) -> None:
+    family = make_family(tmp_path / "models")
+    mixture = {
+        "base_model": str(family.base),
+        "gate_mode": "random",
+        "seed": "$seed",
+        "experts": [{"source_model": "first"}, {"source_model": str(family.tunes[2])}],
+        "dtype": "$to",
+        "sweep": {"seed": [0, 7], "to": ["float16", "bfloat16"]},
+    }
+    path = _of_two_merges(family, tmp_path / "recipe.yml", mixture)
+    events = EventLog()
+    results = submit_sweep(path, tmp_path / "outs", INLINE, on_event=events)
+    assert [len(event.names) for event in events.of(OutputsStarted)] == [4]
+    assert len(events.of(StageStarted)) == 2
+    assert _together(results) == _files_separately(path, tmp_path)
+
+
+def test_a_result_between_that_fails_is_not_tried_for_each_output(medium: Family, tmp_path: Path) -> None:
+    harmed = tmp_path / "harmed"
+    shutil.copytree(medium.tunes[1], harmed)
+    tensors = read_tensors(harmed)
+    write_checkpoint(
+        harmed, {**tensors, "model.norm.weight": torch.full((256,), math.nan)}, read_config(harmed)
+    )
+    family = replace(medium, tunes=(medium.tunes[0], harmed, medium.tunes[2]))
+    path = _of_two_merges(family, tmp_path / "recipe.yml", _weighted(family))
+    events = EventLog()
+    with pytest.raises(NonFiniteError, match=r"^w0\.2, w0\.6: .*: model\.norm\.weight: "):
+        submit_sweep(path, tmp_path / "outs", INLINE, on_event=events)
+    assert [event.name for event in events.of(StepStarted)] == ["first"]
+    assert [event.name for event in events.of(OutputFailed)] == ["w0.2", "w0.6"]
 
 
 def test_a_request_to_stop_one_output_stops_the_sweep(

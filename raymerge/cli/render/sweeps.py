@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,17 @@ class SweepAccount:
         return [self.places[number].merges[-1].plan for number in group.numbers]
 
     @property
+    def before(self) -> Mapping[tuple[str, str], Sequence[str]]:
+        """The outputs that each result between is made for, by its title and its digest."""
+        made: dict[tuple[str, str], list[str]] = {}
+        for each in self.places:
+            results = [(str(merge.recipe.name), merge.plan.digest) for merge in each.merges[:-1]]
+            results += [(stage.title, stage.digest) for merge in each.merges for stage in merge.stages]
+            for result in results:
+                made.setdefault(result, []).append(each.name)
+        return made
+
+    @property
     def written_bytes(self) -> int:
         return sum(account.explanation.written_bytes for account in self.accounts)
 
@@ -67,8 +78,12 @@ class SweepAccount:
             for group in self.groups
         ]
         whole = {"read_bytes": sum(map(self.read_bytes, self.groups)), "written_bytes": self.written_bytes}
+        before = [
+            {"title": title, "digest": digest, "outputs": names}
+            for (title, digest), names in self.before.items()
+        ]
         equal = dict(zip(("tensors", "nbytes"), self.equal, strict=True))
-        return {"outputs": outputs, "reads": reads, "equal": equal, **whole}
+        return {"outputs": outputs, "before": before, "reads": reads, "equal": equal, **whole}
 
 
 def _read_bytes(plans: Sequence[Plan]) -> int:
@@ -134,6 +149,12 @@ def _facts(account: SweepAccount) -> Iterator[tuple[str, str]]:
     how += [f"{shortlist(names, _OUTPUTS_SHOWN)} apart: {why}" for why, names in apart.items()]
     if own := sum(map(account.own_bytes, groups)):
         how.append(f"{format_size(own)} of it for some of the outputs alone")
+    users: dict[str, list[int]] = {}
+    for (title, _), names in account.before.items():
+        users.setdefault(title, []).append(len(names))
+    if users:
+        made = (f"{title}: {len(each)} for {counted(sum(each), 'output')}" for title, each in users.items())
+        yield "before", "\n".join(made)
     yield "reads", "\n".join([f"{counted(len(groups), 'read')} of the models, {format_size(total)}", *how])
     yield "writes", format_size(account.written_bytes)
     tensors, nbytes = account.equal

@@ -187,6 +187,11 @@ class Stage:
     digest: str
     """Of everything that determines the result, as far as headers tell."""
 
+    @property
+    def directory(self) -> str:
+        """Where its result lies among those of other stages and merges: one place for equal stages."""
+        return f"{self.name}-{self.digest[:16]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Holding):
@@ -263,7 +268,7 @@ def prepared_of(stage: Stage, root: Path) -> Prepared:
     layout = stage.layout
     tensors = {each.name: each for each in sorted(layout.stored(RESULT_FILE))}
     files = (planned_file(RESULT_FILE, layout.nbytes, layout.header),)
-    return Prepared(stage.title, str(root / stage.name), tensors, files, stage=stage)
+    return Prepared(stage.title, str(root / stage.directory), tensors, files, stage=stage)
 
 
 def fingerprint(holding: Holding) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class AdapterRun:
             self._staging,
             options,
             on_event=on_event,
-            stop_request=StopRequest(directory),
+            asked=StopRequest(directory).is_made,
         )
         self._units.budget()
         check_free(options)

@@ -18,7 +18,7 @@ from raymerge.merge_plan.plan import Plan
 from raymerge.merge_plan.tables import load_plan
 from raymerge.options import RunOptions
 from raymerge.publish.finish import record_at
-from raymerge.publish.output_place import steps_directory
+from raymerge.publish.output_place import kept_directories
 from raymerge.publish.record import NAME, RECORD, Ledger
 from raymerge.runtime.driver.examine import ExamineWork, Located, examined, locate_sources, slots_and_budget
 from raymerge.runtime.workers.pool import Pool
@@ -79,7 +79,7 @@ class Audit:
         """Raises OptionError if workers lack the sources or the output, IncompleteError if stopped."""
         if self._plan is None:
             return self._verdict(Findings(self._wanted.most))
-        steps = steps_directory(self._place, self._wanted.steps)
+        steps = kept_directories(self._place, self._wanted.steps)
         located = locate_sources(self._plan, self._output, self._wanted.sources or {}, steps)
         self._problems += located.problems
         work = self._work(self._plan, located, pool)

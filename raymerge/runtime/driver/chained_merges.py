@@ -9,9 +9,10 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from raymerge.publish.output_place import INSIDE, MANIFEST, relation, steps_dire
 from raymerge.publish.record import NAME, RECORD, Journal, Ledger, object_at
 from raymerge.publish.staging import LocalStaging, is_untouched, staging_of
 from raymerge.recipes.schema import Recipe
-from raymerge.runtime.driver.run import Run, RunResult
+from raymerge.runtime.driver.run import Asked, Run, RunResult
 from raymerge.runtime.driver.stage_run import (
     StageRun,
     StageWork,
@@ -113,6 +114,29 @@ def _models(merges: Sequence[PlannedMerge]) -> Iterator[tuple[str, str, bool]]:
             yield source.adapter.name, source.adapter.root, False
 
 
+@contextmanager
+def holding_steps(root: Path, merges: Sequence[PlannedMerge]) -> Iterator[None]:
+    """Hold the directory of these merges' intermediate results, which ``drop_steps`` ends. What stages of
+    other recipes left there is removed."""
+    with LocalStaging(root, merges[-1].plan).lock():
+        stages = [stage for merge in merges for stage in merge.stages]
+        used = {stage.directory for stage in stages}
+        names = "|".join({re.escape(stage.name) for stage in stages})
+        made = re.compile(rf"\.?((?:{names})-[0-9a-f]{{16}})(\.raymerge-.*)?")
+        for each in root.iterdir() if stages and root.is_dir() else ():
+            if (match := made.fullmatch(each.name)) is not None and match[1] not in used:
+                shutil.rmtree(each, ignore_errors=True)
+        keep_commits(root, [source for merge in merges for source in merge.sources])
+        yield
+
+
+def drop_steps(root: Path, options: RunOptions) -> None:
+    """Once what is made of them is in place."""
+    forget_commits(root)
+    if not options.keep_intermediates:
+        shutil.rmtree(root, ignore_errors=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Disk:
     """Bytes that a submission takes beside what is taken by now."""
@@ -128,16 +152,20 @@ class Disk:
         return max(self.steps, self.results + self.output)
 
 
-def check_disk(disk: Disk, steps: Path, output: Path | str, *, is_chosen: bool) -> None:
-    """Raises OptionError without room for ``disk``; ``is_chosen``: the user named the directory ``steps``."""
+def check_disk(
+    disk: Disk, steps: Path, output: Path | str, *, is_chosen: bool, what: str = "the output"
+) -> None:
+    """Raises OptionError without room for ``disk``; ``is_chosen``: the user named the directory ``steps``;
+    ``what`` is made."""
     option = "--steps" if is_chosen else "-o"
-    if not is_remote(str(output)) and _is_one_disk(steps, Path(output)):
-        what = "the output, with what is made before it,"
-        check_disk_space(steps.parent, disk.together, what=what, option=option)
+    if disk.steps and not is_remote(str(output)) and _is_one_disk(steps, Path(output)):
+        whole = f"{what}, with what is made before it,"
+        check_disk_space(steps.parent, disk.together, what=whole, option=option)
         return
-    check_disk_space(steps.parent, disk.steps, what="what is made before the output", option=option)
+    if disk.steps:
+        check_disk_space(steps.parent, disk.steps, what=f"what is made before {what}", option=option)
     if not is_remote(str(output)):
-        check_disk_space(Path(os.path.realpath(output)).parent, disk.output)
+        check_disk_space(Path(os.path.realpath(output)).parent, disk.output, what=what)
 
 
 def disk_nbytes(
@@ -153,8 +181,8 @@ def disk_nbytes(
     stored = most = output = 0
     for merge in merges:
         for stage in merge.stages:
-            is_begun = any(steps.glob(f".{stage.name}.raymerge-*"))
-            if not (is_begun or (steps / stage.name).exists()):
+            is_begun = any(steps.glob(f".{stage.directory}.raymerge-*"))
+            if not (is_begun or (steps / stage.directory).exists()):
                 most = max(most, stored + staging_of(stage))
                 stored += stage.layout.nbytes
         nbytes = _missing_nbytes(merge, place_of(merge), steps)
@@ -241,7 +269,7 @@ def is_kept(merge: PlannedMerge, root: Path, pool: Pool | None = None) -> bool:
     numerics, of_stages = (None, None) if pool is None else (pool.numerics, pool.stage_numerics)
     results = with_results(merge, root)
     stages = [over_results(stage, results) for stage in merge.stages]
-    if not all(is_stage_made(root / stage.name, stage, of_stages) for stage in stages):
+    if not all(is_stage_made(root / stage.directory, stage, of_stages) for stage in stages):
         return False
     return _is_made(root / str(merge.recipe.name), merge, with_stage_results(results, root), numerics)
 
@@ -336,22 +364,25 @@ class MergeJob:
         began: float | None = None,
         works: Works = work_of,
         journal: Journal | None = None,
+        beside: Path | str | None = None,
+        asked: Asked | None = None,
     ) -> None:
-        """``merges`` are planned with ``steps_directory`` of the output as the place of results; ``began`` is
-        ``time.monotonic()`` at the begin of the user's command, None for now; ``works`` carry out stages;
-        ``journal`` is opened with the record of the output.
+        """``merges`` are planned with ``steps_directory`` of ``beside``, None for the output, as the place of
+        results; ``began`` is ``time.monotonic()`` at the begin of the user's command, None for now; ``works``
+        carry out stages; ``journal`` is opened with the record of the output; ``asked`` None for a request at
+        the output place.
 
         Raises what ``Run`` raises, and OptionError without a directory for intermediate results."""
         self._merges = tuple(merges)
-        check_steps(output, options, self._merges)
+        check_steps(beside or output, options, self._merges)
         self._output = output
-        self._root = steps_directory(output, options.steps)
+        self._root = steps_directory(beside or output, options.steps)
         self._options = options
         self._on_event = on_event
         self._began = began
         self._works = works
         self._journal = journal
-        self._stop_request = stop_request_at(output, options)
+        self._asked = asked or stop_request_at(output, options).is_made
         self._stages = tuple(stage for merge in self._merges for stage in merge.stages)
         self._known: dict[str, StageWork] = {}
         self._runs = self._possible_runs()
@@ -360,7 +391,7 @@ class MergeJob:
 
     @property
     def run(self) -> Run:
-        """Of the output, over the results before it as they were planned."""
+        """Of the output, over the results before it; as they were planned until they are made."""
         return self._runs[-1]
 
     @property
@@ -376,9 +407,13 @@ class MergeJob:
         for run in reversed(self._runs):
             run.check()
         if has_steps(self._merges):
-            disk = disk_nbytes(self._merges, self._place, self._root, staging_of=self._staging_nbytes)
             is_chosen = self._options.steps is not None
-            check_disk(disk, self._root, self._output, is_chosen=is_chosen)
+            check_disk(self.disk(), self._root, self._output, is_chosen=is_chosen)
+
+    def disk(self) -> Disk:
+        if not has_steps(self._merges):
+            return Disk(0, 0, self.run.missing_bytes())
+        return disk_nbytes(self._merges, self._place, self._root, staging_of=self._staging_nbytes)
 
     def carry_out(self, pool: Pool, *, is_last: bool = True) -> RunResult:
         """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.
@@ -386,43 +421,47 @@ class MergeJob:
 
         What began under other conditions is refused before anything is made again. After any error
         intermediate results stay, and the same command goes on."""
-        *before, last = self._merges
         pool.settle(lambda: device_for(self._merges, self.ledgers()))
         if not has_steps(self._merges):
-            return self._made(self._runs[-1], pool, is_last=is_last)
+            return self.make_last(pool, is_last=is_last)
         self.check()
-        with self._held():
-            self._check_conditions(pool)
-            keep_commits(self._root, [source for merge in self._merges for source in merge.sources])
-            for merge in before:
-                self._have(merge, pool)
-            if before:
-                self._on_event(StepStarted(*self._step(last)))
-            result = self._made(self._run(last, self._ready(last, pool)), pool, is_last=is_last)
-            forget_commits(self._root)
-            if not self._options.keep_intermediates:
-                shutil.rmtree(self._root, ignore_errors=True)
+        with self.holding(), holding_steps(self._root, self._merges):
+            self.check_conditions(pool)
+            self.make_before(pool)
+            self.take_results(pool)
+            result = self.make_last(pool, is_last=is_last)
+            drop_steps(self._root, self._options)
         return result
 
-    def _made(self, run: Run, pool: Pool, *, is_last: bool) -> RunResult:
+    def holding(self) -> AbstractContextManager[object]:
+        """Hold the place beside the output, where others look, while intermediate results are made
+        elsewhere."""
+        if self._root == steps_directory(self._output):
+            return nullcontext()
+        return staging_of(self._output, self._merges[-1].plan, self._options).lock(of_steps=True)
+
+    def make_before(self, pool: Pool) -> None:
+        """Have the merges made that the last one uses."""
+        for merge in self._merges[:-1]:
+            self._have(merge, pool)
+
+    def take_results(self, pool: Pool) -> None:
+        """Have the stages of the last merge made, which goes on over all results."""
+        *before, last = self._merges
+        if before:
+            self._on_event(StepStarted(*self._step(last)))
+        self._runs = (*self._runs[:-1], self._run(last, self._ready(last, pool)))
+
+    def make_last(self, pool: Pool, *, is_last: bool) -> RunResult:
         if is_last:
             # Behind the last run workers are idle.
             pool.conclude()
-        result = run.carry_out(pool)
-        self.is_stopped = run.is_stopped
+        result = self.run.carry_out(pool)
+        self.is_stopped = self.run.is_stopped
         return result
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Hold the directory of intermediate results, and the place beside the output, where others look."""
-        last = self._merges[-1].plan
-        with ExitStack() as held:
-            if self._options.steps is not None:
-                held.enter_context(staging_of(self._output, last, self._options).lock(of_steps=True))
-            held.enter_context(LocalStaging(self._root, last).lock())
-            yield
-
-    def _check_conditions(self, pool: Pool) -> None:
+    def check_conditions(self, pool: Pool) -> None:
+        """Raises TargetError for what began under other conditions; changes nothing."""
         errors: list[UserError] = []
         with noting(errors):
             self._runs[-1].check_conditions(pool)
@@ -501,11 +540,11 @@ class MergeJob:
             ],
             warn_encoding_error=recipe.warn_encoding_error if isinstance(recipe, Recipe) else None,
             journal=self._journal if is_last else None,
-            stop_request=self._stop_request,
+            asked=self._asked,
         )
 
     def _reports(self, stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
-        return {stage.name: stage_record(self._root / stage.name) for stage in stages}
+        return {stage.name: stage_record(self._root / stage.directory) for stage in stages}
 
     def _stage_run(self, stage: Stage) -> StageRun:
         number = next(n for n, each in enumerate(self._stages, start=1) if each.name == stage.name)
@@ -516,7 +555,7 @@ class MergeJob:
             work=self._known.get(stage.name) or self._works(stage),
             on_event=self._on_event,
             position=(number, len(self._stages)),
-            stop_request=self._stop_request,
+            asked=self._asked,
         )
 
     def _staging_nbytes(self, stage: Stage) -> int:

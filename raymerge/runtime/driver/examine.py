@@ -50,11 +50,11 @@ class Located:
     """What the user can change about that."""
 
 
-def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Path) -> Located:
+def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Sequence[Path]) -> Located:
     """Find the sources of an output where they were, or by ``given``, directories by the recipe's names. One
     that is gone or changed is reported, and does not stop the audit of the others.
 
-    ``output`` has the record; ``steps`` is where intermediate results are, if they were kept."""
+    ``output`` has the record; ``steps`` are where intermediate results may be, if they were kept."""
     located, entries = Located(), plan.manifest["sources"]
     located.problems += _unknown(given, [entry["name"] for entry in entries])
     versions = Ledger.versions(output / RECORD / NAME)
@@ -89,9 +89,9 @@ def _unknown(given: Mapping[str, str], names: list[str]) -> Iterator[Problem]:
             yield Problem(f"--source {name}", what, "Name one of these.")
 
 
-def _intermediate(steps: Path, entry: Mapping[str, Any]) -> str | None:
+def _intermediate(steps: Sequence[Path], entry: Mapping[str, Any]) -> str | None:
     """Where the result of a stage or intermediate merge is kept, or None."""
-    for place in sorted(steps.iterdir()) if steps.is_dir() else ():
+    for place in (place for each in steps if each.is_dir() for place in sorted(each.iterdir())):
         if entry["made_by"] in (stage_record(place).get("digest"), object_at(place / MANIFEST).get("digest")):
             return str(place)
     return None

@@ -21,7 +21,7 @@ from raymerge.planner.explain import nbytes_by_use
 from raymerge.planner.inputs.sources import Prepared, holdings
 from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.finish import record_at
-from raymerge.publish.output_place import steps_directory
+from raymerge.publish.output_place import kept_directories
 from raymerge.publish.record import JOURNAL, NAME, RECORD, Ledger, entries_of
 from raymerge.runtime.driver.examine import ExamineWork, examined, locate_sources, slots_and_budget
 from raymerge.runtime.driver.versions import source_files
@@ -71,7 +71,7 @@ def subject_of_output(place: Path | str, sources: Mapping[str, str], steps: str 
             remedy = "Give a recipe, or what raymerge merged; 'raymerge diff A B --report' takes any two."
             raise CheckpointError(Problem(name, what, remedy))
         plan = load_plan(output / RECORD_PLAN)
-        located = locate_sources(plan, output, sources, steps_directory(place, steps))
+        located = locate_sources(plan, output, sources, kept_directories(place, steps))
         receipts, stages = Ledger.read(output / RECORD / NAME), _stage_speeds(output / RECORD / JOURNAL)
         sources_of = tuple(located.roots), tuple(located.files), located.absent
         yield Subject(name, "merge", plan, *sources_of, str(place), receipts, stages, tuple(located.problems))

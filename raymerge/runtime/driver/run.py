@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from raymerge import events
 from raymerge.checkpoints.files import INDEX_FILE
@@ -71,6 +71,10 @@ _LASTING_NAMES = "EACCES EBUSY EEXIST EISDIR ELOOP ENAMETOOLONG ENOTDIR ENOTEMPT
 _LASTING = frozenset(getattr(errno, name) for name in _LASTING_NAMES.split())
 
 
+Asked: TypeAlias = Callable[[], bool]
+"""Whether another process asks this one to stop; true once for each request."""
+
+
 @contextmanager
 def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Tell lasting refusals of the system at ``place`` from passing ones; ``missing`` is the bytes of disk
@@ -124,7 +128,7 @@ def do_parts(
     *,
     on_event: OnEvent,
     at_once: str = STOPPED_AT_ONCE,
-    asked: Callable[[], bool] = lambda: False,
+    asked: Asked = lambda: False,
 ) -> bool:
     """Have these parts done, and ``take`` called with receipts as they come; returns whether a stop was
     requested, by a signal as ``stopping`` heeds it, or by another process, as ``asked`` says."""
@@ -245,14 +249,14 @@ class Run:
         recipes: Sequence[str] = (),
         warn_encoding_error: float | None = None,
         journal: Journal | None = None,
-        stop_request: StopRequest | None = None,
+        asked: Asked | None = None,
         staging: Staging | None = None,
     ) -> None:
         """``on_event`` is called in this thread, and from a signal handler on Ctrl-C; ``began`` is
         ``time.monotonic()`` at the begin of the user's command, None for now; ``reports`` are the records of
         earlier stages by their names; ``recipes`` the texts of earlier merges, for the provenance;
         ``warn_encoding_error`` is the relative error of a tensor that is warned of, None for none;
-        ``stop_request`` None for beside the output place; ``staging`` None for what the place asks for.
+        ``asked`` None for a request beside the output place; ``staging`` None for what the place asks for.
 
         Raises PlanError: something stands in the plan's way. OptionError: the memory limit is too small for
         it, or more than is free. TargetError: the output would lie over, in or around a source."""
@@ -271,7 +275,7 @@ class Run:
         self._journal = journal
         self.is_stopped = False
         """Whether it was asked to stop, though by then all was made: what comes next is not wanted."""
-        self.stop_request = stop_request or StopRequest(self._staging.output)
+        self.asked = asked or StopRequest(self._staging.output).is_made
         beside = self._staging.beside_bytes
         self.projection = fit_budget(plan, options, beside=beside, is_far=reads_far(sources))
         check_free(options)
@@ -441,11 +445,11 @@ class Run:
             for receipt in self.record(begun, parts):
                 report_segment(receipt, costs[receipt.segment], self._on_event)
 
-        todo, asked = begun.shards.parts(begun.receipts), self.stop_request.is_made
+        todo = begun.shards.parts(begun.receipts)
         work = self._staging.work(self.segment_work(pool))
         try:
             with versions.checking_sources(self._held):
-                self.is_stopped = do_parts(pool, work, todo, take, on_event=self._on_event, asked=asked)
+                self.is_stopped = do_parts(pool, work, todo, take, on_event=self._on_event, asked=self.asked)
         except NonFiniteError:
             self.discard(begun)
             raise

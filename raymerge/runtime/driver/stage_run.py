@@ -28,7 +28,7 @@ from raymerge.planner.inputs.sources import (
 from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.record import NAME, RECORD, Ledger, agree, check_agreement
 from raymerge.publish.staging import ResultStaging, file_states, is_untouched
-from raymerge.runtime.driver.run import resumable
+from raymerge.runtime.driver.run import Asked, resumable
 from raymerge.runtime.driver.unit_run import UnitRun, Units
 from raymerge.runtime.driver.versions import (
     STAGE_RECORD,
@@ -80,13 +80,13 @@ class StageRun:
         work: StageWork,
         on_event: OnEvent,
         position: tuple[int, int] = (1, 1),
-        stop_request: StopRequest | None = None,
+        asked: Asked | None = None,
     ) -> None:
         """``root`` is the directory of the steps; ``position`` the stage's place in the submission, from 1,
-        and their number; ``stop_request`` None for beside the result."""
+        and their number; ``asked`` None for a request beside the result."""
         self.work = work
         self._stage = stage
-        self._place = root / stage.name
+        self._place = root / stage.directory
         self._options = options
         self._on_event = on_event
         self._position = position
@@ -100,7 +100,7 @@ class StageRun:
             options,
             on_event=on_event,
             position=position,
-            stop_request=stop_request or StopRequest(self._place),
+            asked=asked or StopRequest(self._place).is_made,
         )
 
     @property
@@ -225,7 +225,9 @@ def over_results(stage: Stage, sources: Sequence[Source]) -> Stage:
 def with_stage_results(sources: Sequence[Source], root: Path) -> tuple[Source, ...]:
     """The sources with results below ``root``; raises CheckpointError if one is absent or not as planned."""
     return tuple(
-        replace(source, prepared=tuple(_opened(each, root / each.stage.name) for each in source.prepared))
+        replace(
+            source, prepared=tuple(_opened(each, root / each.stage.directory) for each in source.prepared)
+        )
         if source.prepared
         else source
         for source in sources

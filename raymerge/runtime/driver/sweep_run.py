@@ -30,15 +30,25 @@ from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.merges import PlannedMerge
-from raymerge.publish.lease import Lease
+from raymerge.publish.lease import Lease, stop_request_at
+from raymerge.publish.output_place import steps_directory
 from raymerge.publish.record import Journal
 from raymerge.publish.shards import JointWork
 from raymerge.runtime.driver import versions
-from raymerge.runtime.driver.chained_merges import MergeJob, device_for, has_steps, noting, raise_any
+from raymerge.runtime.driver.chained_merges import (
+    Disk,
+    MergeJob,
+    check_disk,
+    device_for,
+    drop_steps,
+    has_steps,
+    holding_steps,
+    noting,
+    raise_any,
+)
 from raymerge.runtime.driver.run import Begun, Run, RunResult, do_parts, planned, report_segment
 from raymerge.runtime.workers.pool import Pool, Receipts
 from raymerge.storage.addresses import is_remote, shown
-from raymerge.storage.local.store import check_disk_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +74,21 @@ class ReadGroup:
 def read_groups(outputs: Sequence[OutputMerges], projections: Sequence[Projection]) -> tuple[ReadGroup, ...]:
     """Which outputs are made together, in the order in which they are made. ``projections`` are those of each
     one made alone."""
-    apart = {number: why for number, each in enumerate(outputs) if (why := _why_apart(each))}
-    joined = [number for number in range(len(outputs)) if number not in apart]
+    apart = [number for number, each in enumerate(outputs) if is_remote(str(each.place))]
+    joined: dict[tuple[str, ...], list[int]] = {}
+    for number, output in enumerate(outputs):
+        if number not in apart:
+            # Results before them of one name have one place.
+            joined.setdefault(tuple(each.plan.digest for each in output.merges[:-1]), []).append(number)
     groups: list[ReadGroup] = []
-    for positions in joint_groups([outputs[number].merges[-1].plan for number in joined]):
-        numbers = tuple(joined[position] for position in positions)
-        most = _neediest([projections[number] for number in numbers]).most_outputs
-        why = "its tensors lie otherwise" if len(numbers) == 1 < len(outputs) else ""
-        groups += (ReadGroup(numbers[at : at + most], why) for at in range(0, len(numbers), most))
-    groups += (ReadGroup((number,), why) for number, why in apart.items())
+    for candidates in joined.values():
+        for positions in joint_groups([outputs[number].merges[-1].plan for number in candidates]):
+            numbers = tuple(candidates[position] for position in positions)
+            most = _neediest([projections[number] for number in numbers]).most_outputs
+            why = "its tensors lie otherwise" if len(numbers) == 1 < len(outputs) else ""
+            groups += (ReadGroup(numbers[at : at + most], why) for at in range(0, len(numbers), most))
+    groups += (ReadGroup((number,), "it goes to an object store") for number in apart)
     return tuple(groups)
-
-
-def _why_apart(output: OutputMerges) -> str:
-    if has_steps(output.merges):
-        return "its recipe has results between"
-    return "it goes to an object store" if is_remote(str(output.place)) else ""
 
 
 def _neediest(projections: Sequence[Projection]) -> Projection:
@@ -236,7 +245,7 @@ class JointRun:
             self.is_stopped = do_parts(pool, work, parts, take, on_event=self.emit, asked=self._is_asked)
 
     def _is_asked(self) -> bool:
-        return any(member.run.stop_request.is_made() for member in self._members)
+        return self._members[0].run.asked()
 
     def _record(self, member: _Member, receipts: Sequence[Receipt]) -> None:
         if member.error is None and member.begun is not None:
@@ -291,6 +300,9 @@ def _costs(plans: Sequence[Plan], todo: Mapping[int, tuple[int, ...]]) -> dict[i
     return {segment: by_plans[each][segment] for segment, each in todo.items()}
 
 
+_OF_STEPS = events.StepStarted | events.StepKept | events.StageKept | events.StageReport
+
+
 class SweepJob:
     """One submission of several outputs."""
 
@@ -313,6 +325,13 @@ class SweepJob:
         self._on_event = on_event
         self._began = time.monotonic() if began is None else began
         self._emit = on_event
+        self._root = steps_directory(place, options.steps)
+        self._merges = [merge for each in outputs for merge in each.merges]
+        self._has_steps = any(has_steps(output.merges) for output in outputs)
+        self._before: list[Event] = []
+        """What was shown of results between, which several outputs take."""
+        requests = [stop_request_at(each.place, options) for each in outputs]
+        self._asked = lambda: any(each.is_made() for each in requests)
         errors: list[UserError] = []
         self._members: list[_Member] = []
         for output in outputs:
@@ -340,9 +359,12 @@ class SweepJob:
             with noting(errors):
                 member.job.check()
         raise_any(errors)
-        if not is_remote(str(self._place)):
-            nbytes = sum(member.run.missing_bytes() for member in missing)
-            check_disk_space(Path(self._place), nbytes, what="all outputs together")
+        disks = [member.job.disk() for member in missing]
+        if disks:
+            steps, results = (max(getattr(each, name) for each in disks) for name in ("steps", "results"))
+            whole = Disk(steps, results, sum(each.output for each in disks))
+            is_chosen, what = self._options.steps is not None, "all outputs together"
+            check_disk(whole, self._root, self._place, is_chosen=is_chosen, what=what)
 
     def carry_out(self, pool: Pool) -> dict[str, RunResult]:
         """Run with a started pool until all outputs are published; returns their results by name.
@@ -350,13 +372,19 @@ class SweepJob:
         Outputs that are there already, untouched, are left as they are. What one fails with does not keep the
         others from being made. Raises at the end what the missing ones failed with: IncompleteError if the
         same command would go on with some of them, a UserError otherwise."""
-        merges = [merge for each in self._outputs for merge in each.merges]
-        pool.settle(lambda: device_for(merges, (path for m in self._members for path in m.job.ledgers())))
+        ledgers = (path for member in self._members for path in member.job.ledgers())
+        pool.settle(lambda: device_for(self._merges, ledgers))
         for member in self._members:
             if member.run.is_published(pool):
                 member.result = member.run.published_result()
                 self._on_event(events.OutputKept(member.name))
-        self._make([number for number, member in enumerate(self._members) if member.result is None], pool)
+        missing = [number for number, member in enumerate(self._members) if member.result is None]
+        with ExitStack() as held:
+            if self._has_steps and missing:
+                held.enter_context(holding_steps(self._root, self._merges))
+            self._make(missing, pool)
+            if self._has_steps and all(member.result is not None for member in self._members):
+                drop_steps(self._root, self._options)
         if any(member.result is None for member in self._members):
             raise _joined(self._members)
         seconds, names = time.monotonic() - self._began, tuple(member.name for member in self._members)
@@ -370,15 +398,41 @@ class SweepJob:
             members = [self._members[missing[number]] for number in group.numbers]
             names = tuple(member.name for member in members)
             self._on_event(events.OutputsStarted(names, position, len(groups)))
-            is_last = position == len(groups)
-            if len(members) > 1:
-                is_stopped = self._make_jointly(members, pool, is_last=is_last)
-            else:
-                is_stopped = self._make_alone(members[0], pool, is_last=is_last)
+            with ExitStack() as held:
+                is_stopped = self._make_group(members, pool, held, is_last=position == len(groups))
             self._emit = self._on_event
             # What one cannot go on with now, such as a full disk, the next would meet as well.
             if is_stopped or any(each.error and not isinstance(each.error, UserError) for each in members):
                 return
+
+    def _make_group(self, members: Sequence[_Member], pool: Pool, held: ExitStack, *, is_last: bool) -> bool:
+        """Whether it was asked to stop."""
+        if self._has_steps:
+            members = self._ready(members, pool, held)
+        if len(members) > 1:
+            return self._make_jointly(members, pool, is_last=is_last)
+        return bool(members) and self._make_alone(members[0], pool, is_last=is_last)
+
+    def _ready(self, members: Sequence[_Member], pool: Pool, held: ExitStack) -> Sequence[_Member]:
+        """Have made, once for all that use them, the results that these outputs are made of; returns those
+        outputs that have theirs. What a merge that all use fails with is the error of all."""
+        self._before.clear()
+        for member in members:
+            self._emit = self._emitter(member.journal)
+            with self._failing(member):
+                member.job.check()
+                held.enter_context(member.job.holding())
+                member.job.check_conditions(pool)
+        if left := [member for member in members if member.error is None]:
+            self._emit = self._emitter(left[0].journal)
+            with self._failing(*left):
+                left[0].job.make_before(pool)
+        for member in left:
+            self._emit = self._emitter(member.journal)
+            if member.error is None:
+                with self._failing(member):
+                    member.job.take_results(pool)
+        return [member for member in left if member.error is None]
 
     def _make_jointly(self, members: Sequence[_Member], pool: Pool, *, is_last: bool) -> bool:
         """What a source of some of them is refused for costs the others a new begin, which takes up what is
@@ -398,13 +452,19 @@ class SweepJob:
 
     def _make_alone(self, member: _Member, pool: Pool, *, is_last: bool) -> bool:
         self._emit = self._emitter(member.journal)
-        try:
-            with member.journal:
-                member.result = member.job.carry_out(pool, is_last=is_last)
-        except RaymergeError as error:
-            member.error = error
-            self._on_event(events.OutputFailed(member.name, error.exit_code, str(error)))
+        with self._failing(member), member.journal:
+            member.result = member.job.make_last(pool, is_last=is_last)
         return member.job.is_stopped
+
+    @contextmanager
+    def _failing(self, *members: _Member) -> Iterator[None]:
+        """What goes wrong ends these outputs."""
+        try:
+            yield
+        except RaymergeError as error:
+            for member in members:
+                member.error = error
+                self._on_event(events.OutputFailed(member.name, error.exit_code, str(error)))
 
     def _member(self, output: OutputMerges) -> _Member:
         journal = Journal(lambda _: None)
@@ -415,12 +475,18 @@ class SweepJob:
             on_event=self._emitter(journal),
             began=self._began,
             journal=journal,
+            beside=self._place,
+            asked=self._asked,
         )
         return _Member(output.name, job, journal)
 
     def _emitter(self, journal: Journal) -> OnEvent:
         def emit(event: Event) -> None:
             journal(event)
+            if isinstance(event, _OF_STEPS):
+                if event in self._before:
+                    return
+                self._before.append(event)
             self._on_event(event)
 
         return emit

@@ -21,11 +21,11 @@ from raymerge.events import DeviceFailed, OnEvent, PartInHand, StageStarted, Uni
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
-from raymerge.publish.lease import Lease, StopRequest
+from raymerge.publish.lease import Lease
 from raymerge.publish.record import RECORD, Journal, Ledger, check_begun
 from raymerge.publish.shards import costliest_first
 from raymerge.publish.staging import UnitStaging
-from raymerge.runtime.driver.run import STOPPED_AT_ONCE, do_parts
+from raymerge.runtime.driver.run import STOPPED_AT_ONCE, Asked, do_parts
 from raymerge.runtime.driver.versions import check_unchanged, digests_of, source_files
 from raymerge.runtime.workers import pool as pool_module
 from raymerge.runtime.workers.pool import UNIT, Pool, Receipts, Runner
@@ -208,7 +208,7 @@ class UnitRun:
     staging: UnitStaging
     options: RunOptions
     on_event: OnEvent
-    stop_request: StopRequest
+    asked: Asked
     position: tuple[int, int] = (1, 1)
     """Of this work in the submission, from 1, and the number of such works."""
     reported_bytes: int = 0
@@ -314,7 +314,7 @@ class UnitRun:
             if not batch:
                 self._report_progress(work.staging, costs, done)
 
-        return do_parts(pool, work, todo, take, on_event=self.on_event, asked=self.stop_request.is_made)
+        return do_parts(pool, work, todo, take, on_event=self.on_event, asked=self.asked)
 
     def _report(self, receipt: Receipt, planned_bytes: int) -> None:
         if receipt.note:
