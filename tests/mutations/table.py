@@ -836,11 +836,11 @@ MUTATIONS = (
     Mutation("runtime/driver/sweep_run.py", "if n not in own)", ")", SWEEP),
     Mutation("runtime/driver/sweep_run.py", "isinstance(error, NonFiniteError) and", "False and", SWEEP),
     Mutation("runtime/driver/sweep_run.py", "numbers[at : at + most]", "numbers[at : at + 9]", SWEEP),
-    Mutation("runtime/driver/sweep_run.py", 'return "its recipe has results between"', 'return ""', SWEEP),
+    Mutation("runtime/driver/sweep_run.py", "if event in self._before:", "if False:", SWEEP),
     Mutation("runtime/driver/sweep_run.py", "any(each.is_made() for each in requests)", "False", SWEEP),
     Mutation("runtime/driver/run.py", "not is_local or is_untouched(", "not is_local or bool(", SWEEP),
     Mutation(
-        "api.py", "*each, or_published=True", "*each, or_published=False", "storage/test_storage_hub_merge.py"
+        "api.py", "steps, or_published=True", "steps, or_published=False", "storage/test_storage_hub_merge.py"
     ),
     Mutation(
         "execute/reading.py",
