@@ -28,6 +28,7 @@ from raymerge.merge_plan.joint import with_tables_of
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import open_reference
+from raymerge.planner.inputs.training_run import run_files
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.planner.suggestion.choice import Kind, Suggestion, arranged, choose, variants
@@ -62,7 +63,6 @@ from raymerge.recipes.sweep import (
     is_sweep_file,
     joined_problems,
 )
-from raymerge.recipes.windows import RunFiles, local_directories
 from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
@@ -715,18 +715,12 @@ def _draft_all(recipes: RecipesLike, name: str = "recipe") -> Draft:
 def _draft_sweep(recipes: RecipesLike, options: RunOptions) -> SweepDraft | None:
     lookup = Lookup(options=options.storage)
 
-    def directories(place: str) -> Sequence[str]:
-        if not is_remote(place):
-            return local_directories(place)
-        with open_store(resolve_source(place, lookup=lookup)) as store:
-            return sorted({file.key.split("/")[0] for file in store.files() if "/" in file.key})
-
     def recipe_text(place: str) -> str:
         with open_store(resolve_source(place, lookup=replace(lookup, fetches=False))) as store:
             where = store.location(PROVENANCE_FILE)
             return Provenance.from_json(read_record(store, PROVENANCE_FILE), where).recipes[-1]
 
-    files = RunFiles(directories, recipe_text)
+    files = run_files(lookup, recipe_text)
     if isinstance(recipes, Mapping):
         return draft_sweep_mapping(recipes, files=files)
     return draft_sweep(recipes, files=files) if isinstance(recipes, str | Path) else None

@@ -44,8 +44,7 @@ def describe_no_weights(names: Iterable[str], where: str, *, pickled: bool = Fal
     if METADATA_FILE not in ordered and any(name.endswith(CHUNKS_ENDING) for name in ordered):
         what = f"holds chunks of a training checkpoint (*{CHUNKS_ENDING}) without {METADATA_FILE}, which is"
         what += " saved last: the save did not finish, or that file was not copied with the others."
-        remedy = f"Copy {METADATA_FILE} too, or take an earlier checkpoint; from a window of checkpoints"
-        return Problem(where, what, f"{remedy} leave this one out by 'to' or 'pattern'.")
+        return Problem(where, what, f"Copy {METADATA_FILE} too, or take an earlier checkpoint.")
     if others:
         what = f"holds {', '.join(others[:3])}, but neither model.safetensors nor an index of several files."
         return Problem(where, what, "If that is the model in the Hugging Face layout, rename it.")

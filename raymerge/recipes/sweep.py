@@ -38,7 +38,8 @@ from raymerge.recipes.load import (
     with_order_problems,
 )
 from raymerge.recipes.order import AnyRecipe, merge_order
-from raymerge.recipes.windows import UNKNOWN_WINDOW, USUAL_FILES, RunFiles, read_windows
+from raymerge.recipes.training_run import NO_CHECKPOINTS, USUAL_FILES, Checkpoints, RunFiles
+from raymerge.recipes.windows import UNKNOWN_WINDOW, Window, read_windows
 
 _KEYS = (*SWEEP_KEYS, "outputs")
 _WINDOW = "window"
@@ -56,6 +57,8 @@ class SweepOutput:
     """Of the plain recipe file that makes this output alone."""
     coefficients: Mapping[str, float] = field(default_factory=dict)
     """Of an average of checkpoints, by their places, oldest first."""
+    checkpoints: Checkpoints = NO_CHECKPOINTS
+    """Those that such an average reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ class _UnreadOutput(NamedTuple):
     values: Mapping[str, str]
     data: Mapping[str, Any]
     text: str | None
-    coefficients: Mapping[str, float]
+    window: Window | None = None
 
 
 class _Expansion:
@@ -220,7 +223,7 @@ class _Expansion:
         if self._part is not None:
             replaced = {f"${axis}": value.yaml for axis, value in assignment.items()}
             text = self._checked(edited(self._part, replaced, _KEYS), data)
-        return [_UnreadOutput(values, data, text, {})]
+        return [_UnreadOutput(values, data, text)]
 
     def _windows(self, assignment: Assignment, data: Mapping[str, Any]) -> Iterator[_UnreadOutput]:
         block = ("checkpoints",)
@@ -234,7 +237,7 @@ class _Expansion:
                 size = str(window.average.num_checkpoints)
                 text = self._new_text(recipe)
                 values = {_WINDOW: size, **shown_values(assignment)}
-                yield _UnreadOutput(values, recipe, text, window.coefficients)
+                yield _UnreadOutput(values, recipe, text, window)
 
     def _checked(self, text: str, data: Mapping[str, Any]) -> str | None:
         """The edited text; where that is not the recipe, as with anchors in what was removed, a new one."""
@@ -329,7 +332,7 @@ class _Expansion:
 
     def _drafted(self, output: _UnreadOutput, common: Sequence[Draft], hidden: Collection[str]) -> Draft:
         places = self._document.places
-        if output.coefficients:
+        if output.window is not None:
             places = replace(places, renamed={("models",): "checkpoints"})
         located = replace(self._document, data=output.data, places=places)
         own = draft_document(located, output.text, self._exists)
@@ -358,7 +361,10 @@ class _Expansion:
 
     def _output(self, name: str, output: _UnreadOutput, draft: Draft) -> SweepOutput:
         text = draft.recipes[-1].text if output.text is None else f"{self._before}{output.text}"
-        return SweepOutput(name, output.values, draft.recipes, text, output.coefficients)
+        window = output.window
+        if window is None:
+            return SweepOutput(name, output.values, draft.recipes, text)
+        return SweepOutput(name, output.values, draft.recipes, text, window.coefficients, window.checkpoints)
 
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")

@@ -5,7 +5,6 @@ Super, arXiv 2604.12374)."""
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -31,8 +30,9 @@ from raymerge.documents.fields import (
     unknown_key,
 )
 from raymerge.documents.positions import read_document, split_documents
-from raymerge.errors import UserError, shortlist
+from raymerge.errors import UserError
 from raymerge.recipes.entry import AVERAGE, RECIPE, ModelReference, plain_reference, read_reference
+from raymerge.recipes.training_run import NUMBER, Checkpoints, RunFiles, Selection, reasons
 
 _KEYS = ("root", "from", "to", "every", "windows", "schedule", "reverse", "pattern", "continue")
 _FORM = "Write it as checkpoints: {root: runs/a, windows: [5, 10], schedule: minus-sqrt}."
@@ -47,39 +47,9 @@ _DECAYS: Mapping[str, Callable[[Fraction], Fraction | float]] = {
 _SCHEDULES = f"Write one of {', '.join(_DECAYS)}, or {{ema: 0.9}}."
 _EMA = re.compile(r"ema:\s*(\S+)")
 
-_STEP = re.compile(
-    r"(?:^|[^a-z])(?:checkpoint|ckpt|iter|iteration|step)[-_=]?([0-9]+)(?![0-9.a-z])", re.IGNORECASE
-)
-"""``checkpoint-500`` (transformers), ``iter_0000500`` (Megatron), ``step-500`` (torchtitan), ``step500``
-(OLMo), ``global_step500`` (DeepSpeed), ``model--loss=2.5-step=500-last`` (NeMo)."""
-_UNFINISHED = re.compile(r"(?:^|[^a-z])(?:tmp|incomplete|temp(?![-_=]?[0-9]))(?![a-z])", re.IGNORECASE)
-"""As ``tmp-checkpoint-500``; the ``temp`` of ``step-500-temp0.7`` is a temperature."""
-_NUMBER = "{iteration}"
 _GIVEN_ELSEWHERE = ("models", "slices", "modules", "experts", "gate_mode")
 _UNEVEN = ("methods", "router", "align")
 """Keys by which some tensors of a merge are not the mean of the same tensors of its sources."""
-
-
-def local_directories(root: str) -> Sequence[str]:
-    with os.scandir(os.path.expanduser(root)) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir())
-
-
-def _no_recipe(place: str) -> str:
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
-
-
-@dataclass(frozen=True, slots=True)
-class RunFiles:
-    """What is looked up of a training run. Both raise OSError or UserError."""
-
-    directories: Callable[[str], Sequence[str]] = local_directories
-    """The names of the directories in a place."""
-    recipe: Callable[[str], str] = _no_recipe
-    """The text of the recipe that a checkpoint was made from."""
-
-
-USUAL_FILES = RunFiles()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +99,8 @@ class Window:
     average: Average
     coefficients: Mapping[str, float]
     """By the place of the checkpoint, oldest first; of an average that is continued, by its place before."""
+    checkpoints: Checkpoints
+    """Those that are read."""
 
     def recipe(self, rest: Any) -> dict[str, Any]:
         """The plain recipe, with the other keys of the document. Raises FaultError: they contradict it."""
@@ -149,7 +121,7 @@ class Window:
         return recipe
 
 
-UNKNOWN_WINDOW = Window(Average(Schedule("linear"), 1, 0), {"window": 1.0})
+UNKNOWN_WINDOW = Window(Average(Schedule("linear"), 1, 0), {"window": 1.0}, Checkpoints({0: "window"}))
 """Stands for one that is refused."""
 
 
@@ -188,29 +160,38 @@ def read_windows(block: object, files: RunFiles) -> tuple[Window, ...]:
     before = None
     if schedule is not None and block.get("continue") is not None:
         before = _continued(block, schedule, files, faults)
-    places = _places(block, before, files, faults)
-    for index, size in enumerate(sizes or ()):
-        if places and size > len(places):
-            what = f"a window of {size} checkpoints is larger than the {len(places)} that are there."
-            at = ("windows", index) if isinstance(block["windows"], list | tuple) else ("windows",)
-            faults.append(Fault(at, what, f"They are {_ends([*places.values()])}. Write a smaller window."))
-    if faults or schedule is None:
+    checkpoints = _checkpoints(block, before, max(sizes) if sizes else None, files, faults)
+    faults += () if checkpoints is None else _too_large(block.get("windows"), sizes or (), checkpoints)
+    if faults or schedule is None or checkpoints is None:
         raise FaultError(faults)
     if before is not None:
-        return (_grown(str(block["continue"]), before, places),)
-    return tuple(_window(schedule, size, places) for size in sizes or (len(places),))
+        return (_grown(str(block["continue"]), before, checkpoints),)
+    return tuple(_window(schedule, checkpoints.newest(size)) for size in sizes or (len(checkpoints.places),))
 
 
-def _window(schedule: Schedule, size: int, places: Mapping[int, str]) -> Window:
-    coefficients = dict(zip([*places.values()][-size:], schedule.coefficients(size), strict=True))
-    return Window(Average(schedule, size, max(places)), coefficients)
+def _too_large(given: object, sizes: Sequence[int], checkpoints: Checkpoints) -> Iterator[Fault]:
+    places = [*checkpoints.places.values()]
+    for index, size in enumerate(sizes):
+        if size > len(places):
+            what = f"a window of {size} checkpoints is larger than the {len(places)} that are there."
+            unfinished = f"; unfinished: {reasons(checkpoints.unfinished)}" if checkpoints.unfinished else ""
+            at = ("windows", index) if isinstance(given, list | tuple) else ("windows",)
+            yield Fault(at, what, f"They are {_ends(places)}{unfinished}. Write a smaller window.")
 
 
-def _grown(place: str, before: Average, places: Mapping[int, str]) -> Window:
+def _window(schedule: Schedule, checkpoints: Checkpoints) -> Window:
+    places = checkpoints.places
+    coefficients = dict(zip(places.values(), schedule.coefficients(len(places)), strict=True))
+    return Window(Average(schedule, len(places), max(places)), coefficients, checkpoints)
+
+
+def _grown(place: str, before: Average, checkpoints: Checkpoints) -> Window:
     """The average of all checkpoints, of which the older ones are in ``place``."""
+    places = checkpoints.places
     grown = Average(before.schedule, before.num_checkpoints + len(places), max(places))
     models = [place, *places.values()]
-    return Window(grown, dict(zip(models, grown.coefficients(len(models)), strict=True)))
+    coefficients = dict(zip(models, grown.coefficients(len(models)), strict=True))
+    return Window(grown, coefficients, checkpoints)
 
 
 def _continued(
@@ -282,10 +263,14 @@ def _schedule(block: Mapping[str, object], faults: list[Fault]) -> Schedule | No
     return None if schedule is None else replace(schedule, is_reversed=bool(is_reversed))
 
 
-def _places(
-    block: Mapping[str, object], average: Average | None, files: RunFiles, faults: list[Fault]
-) -> dict[int, str]:
-    """The checkpoints of the range by iteration, oldest first; empty where the block does not say which."""
+def _checkpoints(
+    block: Mapping[str, object],
+    average: Average | None,
+    most: int | None,
+    files: RunFiles,
+    faults: list[Fault],
+) -> Checkpoints | None:
+    """The newest of the range; None where the block does not say which."""
     before = len(faults)
     root = attempt_key(_read_root, block, "root", faults)
     first = attempt_key(between(0), block, "from", faults)
@@ -296,88 +281,15 @@ def _places(
         what = f"the range from {first} to {last} holds nothing."
         faults.append(Fault(("to",), what, "Write the smaller one first: both ends are in the range."))
     if root is None or len(faults) > before:
-        return {}
+        return None
     if average is not None:
         first = average.last + (every or 1)
-    chosen = _Selection(first, last, every, pattern, goes_on=average is not None)
-    return attempt(lambda place: chosen.places(str(place), files), root, ("root",), faults) or {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    first: int | None
-    last: int | None
-    every: int | None
-    pattern: str | None
-    goes_on: bool
-    """Whether ``first`` is the next one after an average."""
-
-    def places(self, root: str, files: RunFiles) -> dict[int, str]:
-        """The checkpoints, oldest first. Raises FaultError: there are none, or two of one iteration."""
-        names = _listed(root, files)
-        numbered: dict[int, str] = {}
-        for name in names:
-            number = self._iteration(name)
-            if number is None or number < (self.first or 0) or (self.last is not None and number > self.last):
-                continue
-            if number in numbered:
-                what = f"'{numbered[number]}' and '{name}' are both of iteration {number}."
-                raise refusal(what, f"Say which are meant: pattern: '{name.replace(str(number), _NUMBER)}'.")
-            numbered[number] = name
-        if not numbered:
-            raise refusal(*self._nothing(root, names))
-        return {number: os.path.join(root, numbered[number]) for number in self._spaced(sorted(numbered))}
-
-    def _spaced(self, numbers: Sequence[int]) -> list[int]:
-        """The last one, and before it those that are far enough from the next one."""
-        chosen = [numbers[-1]]
-        for number in reversed(numbers[:-1]):
-            if chosen[-1] - number >= (self.every or 1):
-                chosen.append(number)
-        return chosen[::-1]
-
-    def _iteration(self, name: str) -> int | None:
-        if self.pattern is not None:
-            before, after = map(re.escape, self.pattern.split(_NUMBER))
-            match = re.fullmatch(f"{before}([0-9]+){after}", name)
-        elif _UNFINISHED.search(name):
-            return None
-        else:
-            match = re.fullmatch("([0-9]+)", name) or _STEP.search(name)
-        return None if match is None else int(match[1])
-
-    def _nothing(self, root: str, names: Sequence[str]) -> tuple[str, str]:
-        iterations = sorted(number for name in names if (number := self._iteration(name)) is not None)
-        if iterations:
-            there = f"the iterations there are {iterations[0]} to {iterations[-1]}"
-            if self.goes_on:
-                return self._nothing_newer(root, there)
-            return f"no checkpoint of '{root}' is in the range: {there}.", "Change 'from' or 'to'."
-        if not names:
-            return f"there are no directories in '{root}'.", "Name the directory that holds the checkpoints."
-        what = f"no directory of '{root}' is named by its iteration: there are {shortlist(names)}."
-        return what, f"Name the directory that holds the checkpoints, or add pattern: 'iter_{_NUMBER}'."
-
-    def _nothing_newer(self, root: str, there: str) -> tuple[str, str]:
-        until = "on" if self.last is None else f"to {self.last}"
-        what = f"no checkpoint of '{root}' is newer than the average, from {self.first} {until}: {there}."
-        keys = [key for key, value in (("'to'", self.last), ("'every'", self.every)) if value is not None]
-        change = f"Change {' or '.join(keys)}, or run" if keys else "Run"
-        return what, f"{change} this again when there is one."
+    chosen = Selection(first, last, every, pattern, None if average is None else average.last)
+    return attempt(lambda place: chosen.select(str(place), files, most), root, ("root",), faults)
 
 
 def _read_root(value: object) -> str:
     return read_reference({"model": {"path": read_text(value)}}).path
-
-
-def _listed(root: str, files: RunFiles) -> Sequence[str]:
-    try:
-        return files.directories(root)
-    except OSError as error:
-        what = f"'{root}' cannot be listed ({error.strerror})."
-        raise refusal(what, "Name the directory that holds the checkpoints.") from error
-    except UserError as error:
-        raise FaultError(Fault((), each.what, each.remedy) for each in error.problems) from error
 
 
 def _ends(places: Sequence[str]) -> str:
@@ -387,9 +299,13 @@ def _ends(places: Sequence[str]) -> str:
 
 def _read_pattern(value: object) -> str:
     pattern = read_text(value)
-    if pattern.count(_NUMBER) == 1:
-        return pattern
-    raise refusal(f"{show(pattern)} does not say where the number is.", f"Write it like 'iter_{_NUMBER}'.")
+    name, *below = pattern.split("/")
+    if name.count(NUMBER) != 1 or any(NUMBER in each for each in below):
+        remedy = f"Write it like 'iter_{NUMBER}' or 'iter_{NUMBER}/model'."
+        raise refusal(f"{show(pattern)} does not say where the number is.", remedy)
+    if {"", ".", ".."}.intersection(below):
+        raise refusal(f"{show(pattern)} is no path below 'root'.", f"Write it like 'iter_{NUMBER}/model'.")
+    return pattern
 
 
 def _read_sizes(value: object) -> tuple[int, ...]:

@@ -556,9 +556,7 @@ def test_unfinished_save_is_named_as_such(tmp_path: Path) -> None:
     root = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {})
     torch.save({"args": 1}, root / "common.pt")
     (root / ".metadata").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"without \.metadata.* the save did not finish.*'to' or 'pattern'"
-    ):
+    with pytest.raises(CheckpointError, match=r"without \.metadata.* the save did not finish"):
         open_checkpoint(root, "a")
 
 

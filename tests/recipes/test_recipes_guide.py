@@ -17,7 +17,7 @@ from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import AdapterOutput, MethodRule, Recipe
 from raymerge.recipes.settings import ROLE_NAMES, SELECTOR_KEYS
 from raymerge.recipes.sweep import draft_sweep_mapping
-from raymerge.recipes.windows import RunFiles
+from raymerge.recipes.training_run import RunFiles
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

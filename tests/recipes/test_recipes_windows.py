@@ -13,7 +13,7 @@ import yaml
 from raymerge.errors import RecipeError
 from raymerge.recipes.load import parse_recipe
 from raymerge.recipes.sweep import SweepDraft, SweepOutput, draft_sweep, draft_sweep_mapping
-from raymerge.recipes.windows import RunFiles
+from raymerge.recipes.training_run import RunFiles
 
 EXAMPLES = Path(__file__).parents[2] / "configs" / "recipes" / "sweeps"
 NAMES = ["checkpoint-0", "checkpoint-500", "checkpoint-900", "checkpoint-1000", "checkpoint-1500", "logs"]
@@ -227,7 +227,7 @@ def grown(schedule: object, number: int, text: str | None = None) -> SweepOutput
     names = [f"step-{each * 10}" for each in range(1, number + 1)]
     more = {} if text is None else {"continue": "before"}
     given = {"checkpoints": {"root": "r", "schedule": schedule, **more}, "out_dtype": "float32"}
-    draft = draft_sweep_mapping(given, files=RunFiles(lambda _: names, lambda _: str(text)))
+    draft = draft_sweep_mapping(given, files=RunFiles(lambda _: names, recipe=lambda _: str(text)))
     assert draft is not None
     return draft.require()[0]
 
@@ -261,7 +261,7 @@ def test_an_average_goes_on_without_the_checkpoints_that_it_is_made_of(schedule:
 def test_an_average_that_cannot_go_on(old: str, new: str, expected: str, tmp_path: Path) -> None:
     text = "checkpoints: {root: r, schedule: linear, continue: before}\nout_dtype: float32\n"
     before = grown("linear", 4).text.replace("x-average", new if old == "x-average" else "x-average")
-    files = RunFiles(lambda _: ["step-40", "step-50"], lambda _: before)
+    files = RunFiles(lambda _: ["step-40", "step-50"], recipe=lambda _: before)
     (tmp_path / "w.yml").write_text(text.replace(old, new), encoding="utf-8")
     draft = draft_sweep(tmp_path / "w.yml", files=files)
     assert draft is not None
