@@ -99,7 +99,13 @@ def _named(output: SweepOutput) -> dict[str, Any]:
         "values": dict(output.values),
         "coefficients": dict(output.coefficients),
         "recipe_text": output.text,
+        "unfinished": {each.place: each.reason for each in output.checkpoints.unfinished},
+        "missing": [_iterations(each) for each in output.checkpoints.missing],
     }
+
+
+def _iterations(missing: range) -> dict[str, int]:
+    return {"from": missing[0], "to": missing[-1], "every": missing.step}
 
 
 def show_sweep(console: Console, account: SweepAccount, *, tensors: bool = False) -> None:
@@ -112,6 +118,7 @@ def show_sweep(console: Console, account: SweepAccount, *, tensors: bool = False
     ]
     show_table(console, ("output", *account.outputs[0].values, "digest", ""), rows)
     _show_coefficients(console, account.outputs)
+    _show_gaps(console, account.outputs)
     if account.groups:
         show_table(console, ("", ""), _facts(account))
     console.print()
@@ -131,6 +138,22 @@ def _show_coefficients(console: Console, outputs: Sequence[SweepOutput]) -> None
 
 def _coefficient(output: SweepOutput, place: str) -> str:
     return f"{output.coefficients[place]:.4g}" if place in output.coefficients else ""
+
+
+def _show_gaps(console: Console, outputs: Sequence[SweepOutput]) -> None:
+    widest = max((output.checkpoints for output in outputs), key=lambda each: len(each.places))
+    passed = [f"{each.place}: {each.reason}" for each in widest.unfinished]
+    rows = [("passed over, as unfinished", "\n".join(passed))] if passed else []
+    if widest.missing:
+        missing = "\n".join(map(_shown_iterations, widest.missing))
+        rows.append(("missing, as 'every' expects", missing))
+    if rows:
+        show_table(console, ("", ""), rows)
+
+
+def _shown_iterations(missing: range) -> str:
+    first, last = f"{missing[0]:,}", f"{missing[-1]:,}"
+    return f"iteration {first}" if len(missing) == 1 else f"{len(missing):,} iterations, {first} to {last}"
 
 
 def _made(account: Account) -> str:
