@@ -72,8 +72,6 @@ def pytest_collection_finish() -> None:
         comparison.__dict__["_HAS_DTENSOR"] = False
     gc.freeze()
     gc.enable()
-    # A merge ends by giving what is frozen back to the collector, which would look through all of it again.
-    gc.freeze = gc.unfreeze = lambda: None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

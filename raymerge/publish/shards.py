@@ -225,8 +225,10 @@ class SegmentsRunner:
         # Each lane computes on its own thread; torch's own threads would wait for each other at every step.
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        # Modules and the plan stay: the collector need not look through them again and again.
-        gc.freeze()
+        # Modules stay: the collector need not look through them again and again.
+        self._has_frozen = gc.get_freeze_count() == 0
+        if self._has_frozen:
+            gc.freeze()
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
         runner = self.fitting(budget)
@@ -272,7 +274,8 @@ class SegmentsRunner:
             each.abort()
 
     def close(self) -> None:
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
         torch.set_num_threads(self._torch_threads)
         for store in (*self._sources, *self._stagings):
             store.close()

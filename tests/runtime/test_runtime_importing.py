@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from kits.checkpoint_maker import tiny_llama
+from kits.merges import mean_of, merge_here
 
 from raymerge import deferred
 from raymerge.runtime.workers import importing
@@ -44,6 +45,22 @@ def test_a_worker_imports_what_it_needs_when_it_is_made() -> None:
     assert is_enabled
     assert frozen > 100_000
     assert device == "cpu"
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_merge_leaves_the_collector_what_was_frozen_before(is_frozen: bool, tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "a", seed=1)
+    merge_here(mean_of(tmp_path / "a"), tmp_path / "once")
+    gc.unfreeze()
+    if is_frozen:
+        gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        merge_here(mean_of(tmp_path / "a"), tmp_path / "out")
+        # What nobody refers to any more is gone.
+        assert gc.get_freeze_count() == pytest.approx(before, rel=0.01)
+    finally:
+        gc.freeze()
 
 
 _WITHOUT_TORCH = """
