@@ -260,7 +260,7 @@ class _Weights(NamedTuple):
 
 
 def _read_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool, is_needed: bool) -> _Weights:
-    if _is_chunked(files, pickled=pickled):
+    if has_only_chunks(files, pickled=pickled):
         chunks = read_chunked(store, files)
         return _Weights(chunks.headers, chunks.notes, chunks=chunks)
     if not is_needed and not _has_weights(files, pickled=pickled):
@@ -442,7 +442,8 @@ def _with_table(config: dict[str, Any], hf_quant_config: Mapping[str, Any]) -> d
     return {**config, _QUANTISATION_TABLES[0]: table} if table else config
 
 
-def _is_chunked(files: Sequence[FileInfo], *, pickled: bool) -> bool:
+def has_only_chunks(files: Sequence[FileInfo], *, pickled: bool) -> bool:
+    """Whether these are a training checkpoint in chunks, without other weights that would be read."""
     return not _has_weights(files, pickled=pickled) and is_chunked(info.key for info in files)
 
 

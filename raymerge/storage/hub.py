@@ -366,6 +366,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 LOOKUP_SECONDS = 5.0
 _PICKLED = ("pytorch_model*",)
 """Names of transformers' pickled weights and their index, fetched only if there are no others."""
+_METADATA, _CHUNKS = ".metadata", ("__*.distcp",)
+"""The file that describes a training checkpoint, and its chunks, fetched only if there are no others; those
+in directories are of other things."""
 NOT_WANTED = (*NOT_FETCHED, *_PICKLED)
 _REASONS = {
     **{name: what.rstrip(".") for name, (what, _) in _REFUSALS.items()},
@@ -380,8 +383,8 @@ def resolve_model(
     """The local directory of a model given by path or by Hub name (``org/name``).
 
     An existing directory wins. Otherwise the model's safetensors and small files are fetched into the Hub's
-    cache, or with ``offline`` only looked up there. With ``pickled``, a model without safetensors gets its
-    pickled weights.
+    cache, or with ``offline`` only looked up there. A model without safetensors gets the chunks of its
+    training checkpoint, or with ``pickled`` its pickled weights.
 
     Raises CheckpointError: no such directory, and no such model on the Hub; NotCachedError: the same where
     only the cache was searched."""
@@ -403,7 +406,11 @@ def resolve_model(
         raise CheckpointError(Problem(path or "''", what, f"{_meant(directory)}Check the path."))
     try:
         snapshot = _snapshot(path, revision, offline=offline)
-        if pickled and not any(snapshot.glob("*.safetensors")):
+        if any(snapshot.glob("*.safetensors")):
+            return snapshot
+        if (snapshot / _METADATA).is_file():
+            return _snapshot(path, revision, offline=offline, only=_CHUNKS)
+        if pickled:
             snapshot = _snapshot(path, revision, offline=offline, only=_PICKLED)
         return snapshot
     except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants, snapshot_download
 from kits.adapter_maker import pickled_adapter, tiny_lora
 from kits.checkpoint_maker import read_tensors
 from kits.hub_server import HubServer, hub_server
 from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
+from kits.merges import mean_of, merge_here
 from kits.recipe_maker import linear, one
 from kits.s3_server import s3_server
+from kits.training_checkpoint import grid, save_chunks, save_shards
 
 from raymerge.api import audit, plan, plan_for, replay, submit, submit_sweep
 from raymerge.checkpoints.source import open_checkpoint
@@ -470,3 +473,20 @@ def test_an_adapter_is_read_by_its_address_too(hub: HubServer, family: Family, t
     merge(recipe, tmp_path / "out")
     merge({**recipe, "models": [{"model": f"{family.base}+{lora}"}]}, tmp_path / "local")
     assert checkpoint_of(tmp_path / "out") == checkpoint_of(tmp_path / "local")
+
+
+@pytest.mark.parametrize("form", ["chunks", "shards"])
+@pytest.mark.parametrize("prefix", ["", "hf://"])
+def test_a_model_that_is_stored_only_in_chunks_is_read(
+    hub: HubServer, form: str, prefix: str, tmp_path: Path
+) -> None:
+    tensor, boxes = torch.randn(6, 4), grid((6, 4), (2,))
+    if form == "chunks":
+        root = save_chunks(tmp_path / "model", {"w": tensor}, {"w": boxes})
+        save_chunks(root / "optim", {"w": tensor}, {"w": boxes})
+    else:
+        root = save_shards(tmp_path / "model", {"w": tensor}, {"w": boxes}, ranks=2)
+    hub.push("org/chunks", root)
+    merged = merge_here(mean_of(f"{prefix}org/chunks"), tmp_path / "out")
+    assert torch.equal(merged["w"], tensor)
+    assert not hub.ranges("org/chunks", "optim/__0_0.distcp")

@@ -42,6 +42,14 @@ def is_chunked(keys: Iterable[str]) -> bool:
     return is_saved or any(map(_SHARD.fullmatch, names))
 
 
+def listed_files(keys: Iterable[str]) -> frozenset[str]:
+    """Of the files of such a checkpoint those that are known by their names to be read."""
+    names = frozenset(keys)
+    if METADATA_FILE in names:
+        return frozenset({METADATA_FILE})
+    return frozenset(filter(_SHARD.fullmatch, names))
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     model: ModelTensors

@@ -28,6 +28,7 @@ from raymerge.architectures.moe_targets import AddedTensor
 from raymerge.architectures.roles import Stack, TiedPair, module_finder, stacks, tied_pair
 from raymerge.architectures.rules import Rules, class_names, rules_of, text_path, text_section, value_at
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
+from raymerge.checkpoints.dcp.layout import listed_files
 from raymerge.checkpoints.dcp.store import ASSEMBLED_NBYTES
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out
@@ -36,6 +37,7 @@ from raymerge.checkpoints.source import (
     CONFIG_FILE,
     Checkpoint,
     Holding,
+    has_only_chunks,
     open_checkpoint,
     open_tensor_file,
     planned_file,
@@ -692,7 +694,10 @@ def _weight_files(store: ReadStore, *, pickled: bool, is_adapter: bool) -> Colle
     if is_adapter:
         infos, place = {info.key: info for info in store.files()}, store.location(".")
         return {ADAPTER_CONFIG_FILE, adapter_weights(infos, place, place, pickled=pickled)}
-    index = find_weights(store, store.files(), pickled=pickled)
+    files = store.files()
+    if has_only_chunks(files, pickled=pickled):
+        return listed_files(info.key for info in files)
+    index = find_weights(store, files, pickled=pickled)
     return {*index.keys, index.names.index}
 
 
