@@ -12,6 +12,8 @@ _FACTORS = {"": 1, "B": 1} | {
 }
 _LARGEST = 2**63 - 1
 _DIGITS = 40
+SIZE_FORM = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTt][Ii]?)?[Bb])?\s*$"
+"""What ``parse_size`` takes, for those who can only compare a text with a pattern."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 

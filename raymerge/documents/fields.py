@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
@@ -20,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from raymerge.documents.grammar import NUMBER, SWITCH, TEXT, WHOLE_NUMBER, Grammar, accepts
 from raymerge.errors import UserError
 
 FieldPath: TypeAlias = tuple[str | int, ...]
@@ -187,6 +189,8 @@ class MapEntry(BaseModel):
     """Unknown keys that users write, and what to do about each."""
     hint: ClassVar[str] = ""
     """Shown for an unknown key that is like none of the known ones."""
+    grammar: ClassVar[Grammar] = {}
+    """What ``rules`` refuses, as far as JSON Schema can say it."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
@@ -226,6 +230,7 @@ def by(reader: Callable[[object], Any]) -> PlainValidator:
     return PlainValidator(reader)
 
 
+@accepts(TEXT)
 def read_text(value: object) -> str:
     """A text, unchanged; numbers and booleans are refused, since YAML may have changed their spelling."""
     if not isinstance(value, str):
@@ -238,6 +243,7 @@ def read_text(value: object) -> str:
 _SWITCHES = ("true", "false", "yes", "no", "on", "off")
 
 
+@accepts(NUMBER)
 def read_number(value: object) -> float:
     """A finite float; booleans are 1.0 and 0.0, and numeric texts count (YAML's ``1e-5`` is one)."""
     number = _as_float(value)
@@ -250,24 +256,37 @@ def read_number(value: object) -> float:
     return number
 
 
-def number_if(accepts: Callable[[float], bool], what: str, remedy: str) -> Callable[[object], float]:
-    """A reader of numbers of which some are refused: ``what`` is the end of a sentence about the value."""
+_HOLDS: Mapping[str, Callable[[float, float], bool]] = {
+    "minimum": operator.ge,
+    "exclusiveMinimum": operator.gt,
+    "maximum": operator.le,
+    "exclusiveMaximum": operator.lt,
+}
+"""By the names that JSON Schema has for limits."""
 
-    def read_accepted(value: object) -> float:
+
+def number_within(limits: Mapping[str, float], what: str, remedy: str) -> Callable[[object], float]:
+    """A reader of numbers within ``limits``, such as ``{"exclusiveMinimum": 0}``; ``what`` is the end of a
+    sentence about a value that is not."""
+
+    def read_limited(value: object) -> float:
         number = read_number(value)
-        if not accepts(number):
+        if not all(_HOLDS[name](number, limit) for name, limit in limits.items()):
             raise refusal(f"{show(value)} {what}", remedy)
         return number
 
-    return read_accepted
+    return accepts({**NUMBER, **limits})(read_limited)
 
 
-read_positive = number_if(lambda number: number > 0, "is not above 0.", "Write a positive number, like 0.5.")
-read_fraction = number_if(
-    lambda number: 0 <= number <= 1, "is not a fraction.", "Write a number from 0 to 1."
+read_positive = number_within(
+    {"exclusiveMinimum": 0}, "is not above 0.", "Write a positive number, like 0.5."
+)
+read_fraction = number_within(
+    {"minimum": 0, "maximum": 1}, "is not a fraction.", "Write a number from 0 to 1."
 )
 
 
+@accepts(WHOLE_NUMBER)
 def read_integer(value: object) -> int:
     """``4.0`` and ``"4"`` are 4; ``true`` is refused."""
     number = None if isinstance(value, bool) else value if isinstance(value, int) else _as_float(value)
@@ -278,6 +297,7 @@ def read_integer(value: object) -> int:
     raise refusal(f"{show(value)} is not a whole number.", "Write it without a fraction.")
 
 
+@accepts(SWITCH)
 def read_switch(value: object) -> bool:
     if isinstance(value, bool):
         return value
@@ -292,7 +312,7 @@ def choice_of(*choices: str) -> Callable[[object], str]:
         meant = closest(value, choices) if isinstance(value, str) else None
         raise refusal(f"{show(value)} is not known here.", remedy, meant)
 
-    return read_choice
+    return accepts({"enum": [*choices]})(read_choice)
 
 
 def between(low: int, high: int | None = None) -> Callable[[object], int]:
@@ -304,7 +324,8 @@ def between(low: int, high: int | None = None) -> Callable[[object], int]:
             raise refusal(f"{number} is out of range.", f"Write a whole number {limits}.")
         return number
 
-    return read_limited
+    above = {} if high is None else {"maximum": high}
+    return accepts({**WHOLE_NUMBER, "minimum": low, **above})(read_limited)
 
 
 def _as_float(value: object) -> float | None:

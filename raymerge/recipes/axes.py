@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from raymerge.documents.fields import Fault, FieldPath, attempt, did_you_mean, kind, refusal, show
+from raymerge.documents.grammar import TEXT, Grammar, any_of
 from raymerge.errors import shortlist
 from raymerge.recipes.load import VARIABLE
 
@@ -20,6 +21,22 @@ _MAX_ASSIGNMENTS = 100 * MAX_OUTPUTS
 
 AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("zip", "include", "exclude")
+_VALUE: Grammar = {"type": ["string", "number", "boolean"]}
+_ENTRIES: Grammar = {
+    "type": "array",
+    "items": {"type": "object", "additionalProperties": _VALUE, "minProperties": 1},
+}
+AXES_GRAMMAR: Grammar = {
+    "type": "object",
+    "properties": {
+        "zip": any_of({"type": "boolean"}, {"type": "array", "items": TEXT, "minItems": 1}),
+        "include": _ENTRIES,
+        "exclude": _ENTRIES,
+    },
+    "propertyNames": {"pattern": f"^{AXIS.pattern}$"},
+    "additionalProperties": {"type": "array", "items": _VALUE, "minItems": 1},
+    "minProperties": 1,
+}
 _FORM = "Write it as sweep: {t: [0.3, 0.5]}."
 
 Plain: TypeAlias = str | int | float | bool

@@ -25,12 +25,13 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.grammar import TEXT, accepts, any_of, map_of
 from raymerge.documents.positions import Places, yaml_text
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
 from raymerge.errors import RecipeError
 from raymerge.recipes.settings import Setting, plain_setting, read_setting
 from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, USER, is_object_place, shown
-from raymerge.units import parse_size
+from raymerge.units import SIZE_FORM, parse_size
 
 Exists = Callable[[str], bool]
 
@@ -204,6 +205,7 @@ def is_name(text: str) -> bool:
     return is_plain and 0 < len(text.encode()) <= _MAX_NAME_BYTES and not set(text) & set("/\\@+:")
 
 
+@accepts({**TEXT, "pattern": r"^[^./\\@+:\s][^/\\@+:]*$", "maxLength": _MAX_NAME_BYTES})
 def _name(value: object) -> str:
     name = read_text(value)
     if is_name(name):
@@ -279,10 +281,28 @@ def reading_of(context: object) -> Reading:
     return context if isinstance(context, Reading) else Reading()
 
 
+_PATH = any_of(TEXT, map_of({"path": TEXT, "revision": TEXT}, "path"))
+REFERENCE = any_of(
+    {**TEXT, "minLength": 1}, map_of({"model": _PATH, "lora": _PATH, "override_architecture": TEXT}, "model")
+)
+
+
+@accepts({"title": "Model", **REFERENCE})
 def _reference(value: object, info: ValidationInfo) -> ModelReference:
     return read_reference(value, reading_of(info.context).exists)
 
 
+def _in_any_case(word: str) -> str:
+    return "".join(f"[{letter}{letter.upper()}]" if letter.isalpha() else letter for letter in word)
+
+
+_DTYPES = any_of(
+    {"enum": [*dtype_names()]},
+    {**TEXT, "pattern": f"^(torch\\.)?({'|'.join(map(_in_any_case, dtype_names()))})$"},
+)
+
+
+@accepts({"title": "DType", **_DTYPES})
 def _dtype(value: object) -> DType:
     if isinstance(value, DType) and value.is_mergeable:
         return value
@@ -300,6 +320,7 @@ def _dtype(value: object) -> DType:
         raise refusal(f"'{name}' is not a dtype to merge to.", remedy, meant) from None
 
 
+@accepts({"type": ["integer", "string"], "minimum": 0, "pattern": SIZE_FORM})
 def _shard_size(value: object) -> int:
     try:
         size = parse_size(value) if isinstance(value, (int, str)) else parse_size(read_integer(value))
@@ -318,7 +339,7 @@ def word_or_reference(*words: str) -> Callable[[object, ValidationInfo], str | M
             return value
         return _reference(value, info)
 
-    return read
+    return accepts(any_of({"enum": [*words]}, REFERENCE))(read)
 
 
 def plain_word_or_reference(*words: str) -> Callable[[str | ModelReference], object]:

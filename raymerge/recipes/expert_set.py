@@ -23,6 +23,7 @@ from raymerge.documents.fields import (
     show,
     unexpected,
 )
+from raymerge.documents.grammar import WHOLE_NUMBER, Grammar, accepts, any_of, exactly_one, list_of
 from raymerge.recipes.entry import DEFAULT_SHARD_SIZE, Document, Entry, MergeDType, Reference, ShardSize, Text
 from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, PickledWeights, Seed
 
@@ -57,10 +58,26 @@ class PerLayer(Generic[T]):
         return self.everywhere if self.everywhere is not None else dict(self.by_layer).get(layer)
 
 
+_ID: Grammar = {**WHOLE_NUMBER, "minimum": 0}
+_IDS = list_of(_ID)
+
+
+def _per_layer(grammar: Grammar) -> Grammar:
+    by_layer = {
+        "type": "object",
+        "propertyNames": {"pattern": r"^[0-9]+$"},
+        "additionalProperties": grammar,
+        "minProperties": 1,
+    }
+    return any_of(grammar, by_layer)
+
+
+@accepts(_ID)
 def read_id(value: object) -> int:
     return _read_number(value, "expert")
 
 
+@accepts(_IDS)
 def read_ids(value: object) -> ExpertIds:
     if not isinstance(value, (list, tuple)):
         raise unexpected(value, "a list of experts", _LIST)
@@ -142,6 +159,7 @@ _SCORED = ("drop", "merge")
 _BUILT = "Experts of a mixture that is to be built are a list: experts: [{source_model: PATH}, ...]."
 
 
+@accepts(any_of({"enum": [*_MIXTURES]}, _ID))
 def _read_dense(value: object) -> int | str:
     if isinstance(value, str) and value in _MIXTURES:
         return value
@@ -152,6 +170,7 @@ def _read_dense(value: object) -> int | str:
         raise refusal(f"{show(value)} is not known here.", remedy.lstrip()) from None
 
 
+@accepts({**WHOLE_NUMBER, "minimum": 1})
 def _read_drop(value: object) -> int:
     if isinstance(value, (list, tuple, Mapping)):
         what = f"{show(value)} is {kind(value)}; 'drop' is how many experts go, those with the lowest scores."
@@ -160,10 +179,14 @@ def _read_drop(value: object) -> int:
 
 
 _Kept = Annotated[
-    PerLayer[ExpertIds], by(partial(read_per_layer, read_ids)), PlainSerializer(plain_per_layer)
+    PerLayer[ExpertIds],
+    by(accepts(_per_layer(_IDS))(partial(read_per_layer, read_ids))),
+    PlainSerializer(plain_per_layer),
 ]
 _Merged = Annotated[
-    PerLayer[ExpertGroups], by(partial(read_per_layer, read_groups)), PlainSerializer(plain_per_layer)
+    PerLayer[ExpertGroups],
+    by(accepts(_per_layer(list_of(_IDS)))(partial(read_per_layer, read_groups))),
+    PlainSerializer(plain_per_layer),
 ]
 
 
@@ -196,6 +219,8 @@ class ExpertChange(Entry):
     """Experts for ``dense: mean`` and ``dense: concatenated``; None for all."""
     scores: Text | None = None
     """Weight of each expert: ``weights`` for its norm, or the path of a file."""
+
+    grammar: ClassVar[Grammar] = exactly_one(*_CHANGES)
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:

@@ -72,7 +72,7 @@ _EXPERTS_FORMS = (
 SWEEP_KEYS = ("sweep", "checkpoints")
 """Keys of a document that stands for several recipes; ``outputs`` names what they make."""
 VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
-_PROMPTS = ("positive_prompts", "negative_prompts", "held_out_prompts")
+PROMPTS = ("positive_prompts", "negative_prompts", "held_out_prompts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def _variables(value: object, path: FieldPath = ()) -> Iterator[Fault]:
         yield Fault(path, f"'{value}' stands for a value of a sweep, and there is none.", remedy)
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            if key not in _PROMPTS:
+            if key not in PROMPTS:
                 yield from _variables(each, (*path, key))
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):

@@ -12,12 +12,13 @@ from raymerge.documents.fields import (
     between,
     by,
     choice_of,
-    number_if,
+    number_within,
     read_fraction,
     read_integer,
     read_number,
     read_switch,
 )
+from raymerge.documents.grammar import Grammar, any_of, filled
 from raymerge.documents.positions import Places
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
@@ -61,8 +62,8 @@ _RANDOM_REMEDY = "write gate_mode: random."
 _MOST_COPIES = 4096
 
 
-_read_deviation = number_if(
-    lambda number: number >= 0, "is below 0, and is a standard deviation.", "Write 0 or more, like 0.01."
+_read_deviation = number_within(
+    {"minimum": 0}, "is below 0, and is a standard deviation.", "Write 0 or more, like 0.01."
 )
 
 
@@ -219,8 +220,8 @@ _VOCABULARY_ADVICE = (
 _LEAST_SCALE, _MOST_SCALE = 1e-6, 1e6
 
 
-_read_scale = number_if(
-    lambda number: _LEAST_SCALE <= number <= _MOST_SCALE,
+_read_scale = number_within(
+    {"minimum": _LEAST_SCALE, "maximum": _MOST_SCALE},
     "is out of range.",
     f"Write a number from {_LEAST_SCALE:g} to {_MOST_SCALE:.0f}.",
 )
@@ -238,6 +239,17 @@ class Trunk(Entry):
     models: tuple[ModelEntry, ...] = ()
     parameters: Parameters = {}
     methods: tuple[MethodRule, ...] = ()
+
+
+_PROMPT_GATES = tuple(each for each in get_args(GateMode) if each not in {*TEXT_GATES, *RANDOM_GATES})
+
+
+def _prompted_grammar(gates: Sequence[str], prompts: Grammar) -> Grammar:
+    """What every expert has in these gate modes."""
+    chosen: Grammar = {"properties": {"gate_mode": {"enum": [*gates]}}}
+    if _DEFAULT_GATE not in gates:
+        chosen["required"] = ["gate_mode"]
+    return {"if": chosen, "then": {"properties": {"experts": {"items": prompts}}}}
 
 
 class MoeRecipe(Document):
@@ -277,6 +289,14 @@ class MoeRecipe(Document):
     shard_size: ShardSize = DEFAULT_SHARD_SIZE
     duplicates: Duplicates = "keep"
     pickled_weights: PickledWeights = "read"
+
+    grammar: ClassVar[Grammar] = {
+        "allOf": [
+            filled("experts"),
+            _prompted_grammar(TEXT_GATES, any_of(filled("positive_prompts"), filled("prompt_file"))),
+            _prompted_grammar(_PROMPT_GATES, filled("positive_prompts")),
+        ]
+    }
 
     @classmethod
     def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:

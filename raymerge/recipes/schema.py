@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo, field_validator
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo
 
 from raymerge.documents.fields import (
     Fault,
@@ -15,12 +15,13 @@ from raymerge.documents.fields import (
     choice_of,
     closest,
     did_you_mean,
-    number_if,
+    number_within,
     read_positive,
     read_switch,
     refusal,
     show,
 )
+from raymerge.documents.grammar import Grammar, accepts, any_of, exactly_one, filled, given, never_both
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
     Document,
@@ -62,6 +63,8 @@ class TokenRow(Entry):
     token: Text | None = None
     token_id: Annotated[int, by(between(0))] | None = None
 
+    grammar: ClassVar[Grammar] = {"oneOf": [given("token"), given("token_id")]}
+
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
         given = [key for key in ("token", "token_id") if data.get(key) is not None]
@@ -71,6 +74,7 @@ class TokenRow(Entry):
             yield Fault((), what, "Give exactly one of 'token' and 'token_id'.")
 
 
+@accepts({})
 def _read_row(value: object, info: ValidationInfo) -> ModelReference | ZeroRow | TokenRow:
     if isinstance(value, (ZeroRow, TokenRow)):
         return value
@@ -95,7 +99,7 @@ TokenizerSource: TypeAlias = Annotated[
     PlainSerializer(plain_word_or_reference(*TOKENIZER_WORDS)),
 ]
 RowSource: TypeAlias = Annotated[
-    ModelReference | ZeroRow | TokenRow, PlainValidator(_read_row), PlainSerializer(_plain_row)
+    Reference | ZeroRow | TokenRow, PlainValidator(_read_row), PlainSerializer(_plain_row)
 ]
 
 
@@ -147,8 +151,8 @@ class Tokenizer(Entry):
             yield Fault(("tokens",), what, "Remove one of the two.")
 
 
-_energy = number_if(
-    lambda energy: 0 < energy <= 1,
+_energy = number_within(
+    {"exclusiveMinimum": 0, "maximum": 1},
     "is not a share of the energy.",
     "Write a number above 0 and up to 1, like 0.99.",
 )
@@ -199,6 +203,7 @@ class Align(Entry):
             yield Fault(("experts",), what, "Remove it, or write 'align: none'.")
 
 
+@accepts({"enum": [*_WORDS, False]})
 def _read_align(value: object) -> object:
     if value == "experts":
         return {}
@@ -228,6 +233,10 @@ class MethodRule(Entry):
     sources: tuple[Reference, ...] = ()
     """The models that take part; empty for all."""
     parameters: Parameters = {}
+
+    grammar: ClassVar[Grammar] = {
+        "allOf": [any_of(*map(given, SELECTOR_KEYS)), any_of(*map(filled, _CHANGES))]
+    }
 
     @property
     def selector(self) -> Selector:
@@ -312,23 +321,30 @@ class ModelEntry(_Part):
     parameters: Parameters = {}
 
 
+@accepts(
+    {
+        "type": "array",
+        "prefixItems": [{"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}],
+        "minItems": 2,
+        "maxItems": 2,
+    }
+)
+def _read_range(value: object, info: ValidationInfo) -> tuple[int, int]:
+    model = info.data.get("model", "the source")
+    match value:
+        case [int(start), int(end)] if not isinstance(start, bool) and not isinstance(end, bool):
+            return _ordered(start, end, model)
+    what = f"layer_range {show(value)} of {model} is not a pair of whole numbers."
+    raise refusal(what, "Write [first layer, layer after the last], like [0, 8].")
+
+
 class SliceSource(_Part):
     shape: ClassVar[str] = "a map like {model: PATH, layer_range: [0, 8]}"
     advice: ClassVar[Mapping[str, str]] = {"revision": REVISION_ADVICE}
 
     model: Reference
-    layer_range: Annotated[tuple[int, int], PlainSerializer(list)]
+    layer_range: Annotated[tuple[int, int], PlainValidator(_read_range), PlainSerializer(list)]
     parameters: Parameters = {}
-
-    @field_validator("layer_range", mode="plain")
-    @classmethod
-    def _check_range(cls, value: object, info: ValidationInfo) -> tuple[int, int]:
-        model = info.data.get("model", "the source")
-        match value:
-            case [int(start), int(end)] if not isinstance(start, bool) and not isinstance(end, bool):
-                return _ordered(start, end, model)
-        what = f"layer_range {show(value)} of {model} is not a pair of whole numbers."
-        raise refusal(what, "Write [first layer, layer after the last], like [0, 8].")
 
 
 class OutputSlice(_Part):
@@ -343,6 +359,8 @@ class OutputSlice(_Part):
     base_model: Reference | None = None
     parameters: Parameters = {}
 
+    grammar: ClassVar[Grammar] = filled("sources")
+
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
         if data.get("sources") in ([], ()):
@@ -355,6 +373,8 @@ class ModuleEntry(_Part):
     slices: tuple[OutputSlice, ...] = ()
     models: tuple[ModelEntry, ...] = ()
     parameters: Parameters = {}
+
+    grammar: ClassVar[Grammar] = exactly_one("models", "slices")
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
@@ -412,6 +432,14 @@ class Recipe(Document):
     """Matching of independently trained mixtures; None if their experts are in one order."""
     adapter: AdapterOutput | None = None
     """Given if models and output are adapters."""
+
+    grammar: ClassVar[Grammar] = {
+        "allOf": [
+            exactly_one("models", "slices", "modules"),
+            never_both("tokenizer", "tokenizer_source"),
+            *(never_both("adapter", key) for key in ("router", "align")),
+        ]
+    }
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:

@@ -27,6 +27,18 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.grammar import (
+    NUMBER,
+    TEXT,
+    WHOLE_NUMBER,
+    Grammar,
+    accepts,
+    any_of,
+    declared,
+    list_of,
+    map_of,
+    one_or_list,
+)
 
 SELECTOR_KEYS = ("filter", "glob", "role", "layers")
 
@@ -121,11 +133,13 @@ def plain_selector(selector: Selector) -> dict[str, object]:
     return {key: value for key, value in plain.items() if value is not None and value != []}
 
 
+@accepts(one_or_list({"enum": [*ROLE_NAMES]}))
 def read_roles(value: object) -> tuple[str, ...]:
     given = _read_listed(choice_of(*ROLE_NAMES), value, f"Write one of: {', '.join(ROLE_NAMES)}.")
     return tuple(role for role in ROLE_NAMES if role in given)
 
 
+@accepts(one_or_list({**WHOLE_NUMBER, "minimum": 0, "pattern": r"^\s*[0-9]+(\.\.[0-9]+)?\s*$"}))
 def read_layers(value: object) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(set(_read_listed(_read_range, value, _LAYER_FORMS))))
 
@@ -209,6 +223,22 @@ def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
             return None if chosen is None else evaluate(chosen, subject, t)
 
 
+_SELECTORS: Grammar = {
+    "filter": TEXT,
+    "glob": TEXT,
+    "role": declared(read_roles),
+    "layers": declared(read_layers),
+}
+
+
+def setting_grammar(number: Grammar) -> Grammar:
+    """Settings of ``number``s."""
+    plain = one_or_list(number)
+    choice = map_of({**_SELECTORS, "value": plain}, "value")
+    return any_of(plain, choice, list_of(choice))
+
+
+@accepts({"title": "Setting", **setting_grammar(NUMBER)})
 def read_setting(value: object) -> Setting:
     if isinstance(value, (Scalar, Gradient, Conditional)):
         return value
@@ -292,6 +322,11 @@ class OutFormats:
         return (each for each in self.choices if any(map(each.selects, subjects)))
 
 
+_FORMAT: Grammar = {"enum": [*OUT_FORMATS]}
+_FORMAT_CHOICE = any_of(_FORMAT, map_of({**_SELECTORS, "value": _FORMAT}, "value"))
+
+
+@accepts({"title": "OutFormat", **any_of(_FORMAT_CHOICE, list_of(_FORMAT_CHOICE))})
 def _read_formats(value: object) -> OutFormats | None:
     if value is None or isinstance(value, OutFormats):
         return value

@@ -20,7 +20,7 @@ from raymerge.documents.fields import (
     attempt_key,
     between,
     did_you_mean,
-    number_if,
+    number_within,
     read_list,
     read_switch,
     read_text,
@@ -29,14 +29,15 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.grammar import SWITCH, TEXT, Grammar, any_of, declared, map_of, one_or_list
 from raymerge.documents.positions import read_document, split_documents
 from raymerge.errors import UserError
 from raymerge.recipes.entry import AVERAGE, RECIPE, ModelReference, plain_reference, read_reference
 from raymerge.recipes.training_run import NUMBER, Checkpoints, RunFiles, Selection, reasons
 
-_KEYS = ("root", "from", "to", "every", "windows", "schedule", "reverse", "pattern", "continue")
 _FORM = "Write it as checkpoints: {root: runs/a, windows: [5, 10], schedule: minus-sqrt}."
 
+_EMA = re.compile(r"ema:\s*(\S+)")
 _DECAYS: Mapping[str, Callable[[Fraction], Fraction | float]] = {
     "minus-sqrt": lambda x: 1 - math.sqrt(x),
     "linear": lambda x: 1 - x,
@@ -44,10 +45,31 @@ _DECAYS: Mapping[str, Callable[[Fraction], Fraction | float]] = {
 }
 """What is left of the learning rate at ``x`` of the decay that an average stands for; 1 at 0, 0 at 1."""
 
-_SCHEDULES = f"Write one of {', '.join(_DECAYS)}, or {{ema: 0.9}}."
-_EMA = re.compile(r"ema:\s*(\S+)")
+_read_rate = number_within(
+    {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "is not between 0 and 1.",
+    "Write a number like 0.9, the weight of the older one.",
+)
+_ITERATION, _COUNT = declared(between(0)), declared(between(1))
+_PARTS: Grammar = {
+    "root": TEXT,
+    "from": _ITERATION,
+    "to": _ITERATION,
+    "every": _COUNT,
+    "windows": one_or_list(_COUNT),
+    "schedule": any_of(
+        {"enum": [*_DECAYS]},
+        {**TEXT, "pattern": f"^{_EMA.pattern}$"},
+        map_of({"ema": declared(_read_rate)}, "ema"),
+    ),
+    "reverse": SWITCH,
+    "pattern": {**TEXT, "pattern": r"\{iteration\}"},
+    "continue": TEXT,
+}
+WINDOWS_GRAMMAR = map_of(_PARTS, "root", "schedule")
 
-_GIVEN_ELSEWHERE = ("models", "slices", "modules", "experts", "gate_mode")
+_SCHEDULES = f"Write one of {', '.join(_DECAYS)}, or {{ema: 0.9}}."
+GIVEN_ELSEWHERE = ("models", "slices", "modules", "experts", "gate_mode")
 _UNEVEN = ("methods", "router", "align")
 """Keys by which some tensors of a merge are not the mean of the same tensors of its sources."""
 
@@ -133,7 +155,7 @@ def _is_float32(rest: Mapping[str, Any]) -> bool:
 def _contradictions(rest: Mapping[str, Any]) -> Iterator[Fault]:
     if rest.get("merge_method", "linear") != "linear":
         yield Fault(("merge_method",), "an average of checkpoints is a linear merge.", "Remove it.")
-    for key in (key for key in _GIVEN_ELSEWHERE if key in rest):
+    for key in (key for key in GIVEN_ELSEWHERE if key in rest):
         what = f"'{key}' and 'checkpoints' both say what is merged."
         yield Fault((key,), what, "Remove one of the two.")
     for key in (key for key in _UNEVEN if rest.get(key) and rest[key] not in ("merge", "none")):
@@ -151,7 +173,7 @@ def read_windows(block: object, files: RunFiles) -> tuple[Window, ...]:
     """In the order of ``windows``. Raises FaultError with paths from the block on."""
     if not isinstance(block, Mapping):
         raise unexpected(block, "a map", _FORM)
-    faults = [unknown_key(key, _KEYS) for key in block if key not in _KEYS]
+    faults = [unknown_key(key, _PARTS) for key in block if key not in _PARTS]
     for key in ("root", "schedule"):
         if block.get(key) is None:
             faults.append(Fault((), f"the key '{key}' is missing or empty.", _FORM))
@@ -316,13 +338,6 @@ def _read_sizes(value: object) -> tuple[int, ...]:
         if size in sizes[:index]:
             raise FaultError(Fault((index,), f"{size} stands twice.", "Remove one of the two."))
     return sizes
-
-
-_read_rate = number_if(
-    lambda rate: 0 < rate < 1,
-    "is not between 0 and 1.",
-    "Write a number like 0.9, the weight of the older one.",
-)
 
 
 def _read_schedule(value: object) -> Schedule:

@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import PrivateAttr, ValidationError, model_validator
 
@@ -23,6 +23,8 @@ from raymerge.documents.fields import (
     choice_of,
     faults_of,
 )
+from raymerge.documents.grammar import Grammar, given
+from raymerge.documents.json_schema import DIALECT, definitions
 from raymerge.errors import Problem, ProfileError
 from raymerge.options import STEPS_WANTED
 from raymerge.storage.addresses import NO_OPTIONS, as_path, is_object_place, is_remote, shown
@@ -31,13 +33,18 @@ from raymerge.storage.addresses import NO_OPTIONS, as_path, is_object_place, is_
 class Profile(MapEntry):
     """Where and how to run. Nothing in it changes a byte of a result."""
 
-    target: Annotated[str, by(lambda value: choice_of(*TARGETS)(value))] = "local"
+    target: Annotated[str, by(choice_of(*TARGETS))] = "local"
     output: sections.Place | None = None
     run: sections.RunSettings = sections.RunSettings()
     storage: sections.Storage = NO_OPTIONS
     cluster: sections.ClusterSection = sections.ClusterSection()
     job: sections.JobSection = sections.JobSection()
     kubernetes: sections.Kubernetes | None = None
+
+    grammar: ClassVar[Grammar] = {
+        "if": {"required": ["target"], "properties": {"target": {"const": "kubernetes"}}},
+        "then": given("kubernetes"),
+    }
 
     _places: positions.Places = PrivateAttr(default_factory=lambda: positions.Places("profile"))
 
@@ -86,6 +93,12 @@ PROFILE = DocumentKind(
         "came from. Credentials come from the environment of each machine, its role, or a Kubernetes secret."
     ),
 )
+
+
+def profile_schema() -> dict[str, Any]:
+    """JSON Schema of profiles."""
+    defs = definitions(Profile)
+    return {"$schema": DIALECT, "title": "raymerge profile", **defs.pop(Profile.__name__), "$defs": defs}
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

@@ -8,14 +8,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from decimal import Decimal
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import PlainSerializer, PlainValidator, ValidationError
 
 from raymerge.documents import fields as doc
+from raymerge.documents.grammar import SWITCH, TEXT, Grammar, accepts, declared, exactly_one, map_of
 from raymerge.errors import OptionError
 from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_path, shown
-from raymerge.units import parse_size
+from raymerge.units import SIZE_FORM, parse_size
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -33,6 +34,12 @@ _FACTORS = {
     "Gi": Decimal(2**30), "Ti": Decimal(2**40), "Pi": Decimal(2**50),
 }  # fmt: skip
 _MOST_SUBDOMAIN = 253
+_QUANTITY_FORM: Grammar = {
+    "type": ["number", "string"],
+    "exclusiveMinimum": 0,
+    "pattern": f"^{_QUANTITY.pattern}$",
+}
+_TEXTS: Grammar = {"type": "object", "additionalProperties": TEXT}
 _AFFINITIES = ("nodeAffinity", "podAffinity", "podAntiAffinity")
 _AFFINITY_RULES = (
     "requiredDuringSchedulingIgnoredDuringExecution",
@@ -40,6 +47,7 @@ _AFFINITY_RULES = (
 )
 
 
+@accepts({"type": ["integer", "string"], "minimum": 1, "pattern": SIZE_FORM})
 def read_bytes(value: object) -> int:
     try:
         size = parse_size(value) if isinstance(value, (int, str)) else 0
@@ -50,6 +58,7 @@ def read_bytes(value: object) -> int:
     return size
 
 
+@accepts(_QUANTITY_FORM)
 def read_quantity(value: object) -> str:
     """A positive amount as Kubernetes writes it: ``8``, ``500m``, ``16Gi``."""
     text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
@@ -61,6 +70,7 @@ def read_quantity(value: object) -> str:
     return text
 
 
+@accepts(_QUANTITY_FORM)
 def read_memory_quantity(value: object) -> str:
     """Bytes as Kubernetes writes them; less than a mebibyte is a forgotten unit."""
     text = read_quantity(value)
@@ -86,7 +96,7 @@ def matching(pattern: str, what: str, remedy: str) -> Callable[[object], str]:
             raise doc.refusal(f"{doc.show(text)} {what}", remedy)
         return text
 
-    return read
+    return accepts({**TEXT, "pattern": f"^({pattern})$"})(read)
 
 
 _NO_NAME = "cannot be a name on Kubernetes."
@@ -95,6 +105,7 @@ read_label = matching(_LABEL, _NO_NAME, "Write small letters, digits and dashes,
 _read_subdomain = matching(_SUBDOMAIN.pattern, _NO_NAME, "Write small letters, digits, dashes and dots.")
 
 
+@accepts({**TEXT, "pattern": f"^{_SUBDOMAIN.pattern}$", "maxLength": _MOST_SUBDOMAIN})
 def read_object_name(value: object) -> str:
     """A name of a Kubernetes object: labels joined by dots, at most 253 characters."""
     name = _read_subdomain(value)
@@ -103,6 +114,7 @@ def read_object_name(value: object) -> str:
     return name
 
 
+@accepts({**TEXT, "pattern": "/"})
 def read_resource_name(value: object) -> str:
     text = doc.read_text(value)
     if "/" not in text or not _is_qualified(text):
@@ -138,7 +150,7 @@ def texts_by_name(
             raise doc.FaultError(faults)
         return dict(value)
 
-    return read
+    return accepts(_TEXTS)(read)
 
 
 @texts_by_name
@@ -180,6 +192,7 @@ def read_header_sources(header: str, variable: str) -> tuple[str, str] | None:
     return None
 
 
+@accepts({**TEXT, "pattern": "^/[^:]*$"})
 def read_absolute(value: object) -> str:
     text = doc.read_text(value)
     if not text.startswith("/") or ".." in text.split("/") or text.strip("/") == "" or ":" in text:
@@ -188,6 +201,7 @@ def read_absolute(value: object) -> str:
     return "/" + "/".join(step for step in text.split("/") if step not in ("", "."))
 
 
+@accepts({**TEXT, "pattern": "^[^/]"})
 def read_sub_path(value: object) -> str:
     text = doc.read_text(value)
     steps = [step for step in text.split("/") if step not in ("", ".")]
@@ -197,6 +211,14 @@ def read_sub_path(value: object) -> str:
     return "/".join(steps)
 
 
+@accepts(
+    {
+        "type": "object",
+        "properties": {key: {"type": "object", "minProperties": 1} for key in _AFFINITIES},
+        "additionalProperties": False,
+        "minProperties": 1,
+    }
+)
 def read_affinity(value: object) -> Mapping[str, Any]:
     """The affinity of a pod in Kubernetes' own form; only Kubernetes checks it."""
     if not isinstance(value, Mapping) or not value:
@@ -216,6 +238,7 @@ def read_affinity(value: object) -> Mapping[str, Any]:
     return dict(value)
 
 
+@accepts({**TEXT, "pattern": r"\S"})
 def read_place(value: object) -> str:
     text = doc.read_text(value)
     if not text.strip():
@@ -223,6 +246,7 @@ def read_place(value: object) -> str:
     return text
 
 
+@accepts({**TEXT, "pattern": r"\S"})
 def read_directory(value: object) -> str:
     text = doc.read_text(value)
     if not text.strip() or not is_path(text):
@@ -292,6 +316,12 @@ class _Storage(doc.MapEntry):
     requester_pays: Switch = False
 
 
+_STORAGE = map_of(
+    {name: SWITCH if field.default is False else TEXT for name, field in _Storage.model_fields.items()}
+)
+
+
+@accepts(_STORAGE)
 def _store_options(value: object) -> StoreOptions:
     if isinstance(value, StoreOptions):
         return value
@@ -327,6 +357,12 @@ _read_server = matching(
 )
 
 
+@accepts(declared(_read_server))
+def _read_dashboard(value: object) -> str:
+    return _read_server(value).rstrip("/")
+
+
+@accepts(declared(_read_head))
 def _gcs_address(value: object) -> str:
     if isinstance(value, str) and value.startswith(("http://", "https://")):
         raise doc.refusal(
@@ -347,7 +383,7 @@ class ClusterSection(doc.MapEntry):
 class JobSection(doc.MapEntry):
     """``job``: a Ray cluster by its Jobs API, from anywhere."""
 
-    address: Annotated[str | None, doc.by(lambda value: _read_server(value).rstrip("/"))] = None
+    address: Annotated[str | None, doc.by(_read_dashboard)] = None
     num_cpus: Annotated[float, doc.by(doc.between(0))] = 0
     """CPU slots that the driver takes; it computes nothing."""
     working_dir: Directory | None = None
@@ -405,6 +441,8 @@ class Volume(doc.MapEntry):
     """A directory of each node; of a shared filesystem if nodes have to see the same files."""
     secret: ObjectName | None = None
     config_map: ObjectName | None = None
+
+    grammar: ClassVar[Grammar] = exactly_one(*_SOURCES)
 
     @property
     def is_shared(self) -> bool:
@@ -476,6 +514,7 @@ _version = matching(
 )
 
 
+@accepts(declared(_read_image))
 def _image(value: object) -> str:
     text = _read_image(value)
     if ":" not in text.rpartition("/")[2]:
