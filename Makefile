@@ -69,6 +69,7 @@ check: $(VENV)/.installed-dev
 
 format: $(VENV)/.installed-dev
 	@PYTHONPATH=tests $(BIN)/python -m kits.method_table
+	@for each in recipe profile; do $(BIN)/python -m raymerge.cli schema $$each > configs/schemas/$$each.json; done
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 

@@ -25,6 +25,7 @@ from raymerge.cli.methods import methods
 from raymerge.cli.plan import plan
 from raymerge.cli.report import report
 from raymerge.cli.runs import logs, status, stop
+from raymerge.cli.schema import schema
 from raymerge.cli.submit import submit
 from raymerge.cli.transplant import transplant
 from raymerge.cli.verify import verify
@@ -68,6 +69,7 @@ def make_app() -> typer.Typer:
         inspect,
         methods,
         extract_lora,
+        schema,
         completion,
     ):
         app.command(cls=command_class(verb.__name__))(verb)
