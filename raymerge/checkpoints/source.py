@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -158,6 +158,16 @@ class Checkpoint(Holding):
     has none of its own."""
     chunks: ChunkedTensors | None = None
     """What else is known of it where its tensors are in chunks."""
+    opener: Callable[[], ReadStore] | None = None
+    """Opens what its tensors are read from where that is no place: a merge that is not written, or tensors in
+    memory. ``root`` then has all its other files."""
+
+    def open(
+        self, *, retry_policy: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+    ) -> ReadStore:
+        if self.opener is not None:
+            return self.opener()
+        return super(Checkpoint, self).open(retry_policy=retry_policy, expected=expected)
 
     @property
     def place(self) -> str:
@@ -207,15 +217,21 @@ def files_at(store: ReadStore) -> Sequence[FileInfo]:
 
 
 def open_checkpoint(
-    root: Path | str, name: str, *, pickled: bool = False, needs_weights: bool = True
+    root: Path | str,
+    name: str,
+    *,
+    pickled: bool = False,
+    needs_weights: bool = True,
+    opener: Callable[[], ReadStore] | None = None,
 ) -> Checkpoint:
     """Read the config, index and headers in ``root``; with ``pickled`` also of pickled weights.
 
-    Without ``needs_weights`` a directory may have none.
+    Without ``needs_weights`` a directory may have none. ``opener``: opens what has the weights, and all that
+    is in ``root`` too; None: they lie there.
 
     Raises CheckpointError: with every problem of this checkpoint at once."""
     problems: list[Problem] = []
-    with open_store(str(root)) as store:
+    with open_store(str(root)) if opener is None else opener() as store:
         files = files_at(store)
         others = unfetched_files(store.location("."), files)
         weights = attempt(
@@ -244,6 +260,7 @@ def open_checkpoint(
         shapes=shapes,
         hf_quant_config=hf_quant_config,
         chunks=weights.chunks,
+        opener=opener,
     )
 
 
@@ -361,7 +378,7 @@ def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool
         return False
     if checkpoint.unwritten is not None:
         return (a.name, b.name) in checkpoint.unwritten.twins
-    with open_store(checkpoint.place) as store:
+    with checkpoint.open() as store:
         for done in range(0, a.nbytes, _COMPARE_NBYTES):
             nbytes = min(_COMPARE_NBYTES, a.nbytes - done)
             if store.read(a.key, a.offset + done, nbytes) != store.read(b.key, b.offset + done, nbytes):

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raymerge.deferred import torch
+from raymerge.device_numerics import numerics_of
 from raymerge.execute.receipts import UNFINISHED, Receipt
 from raymerge.execute.segment import PlanOutput, SegmentRunner
 from raymerge.merge_plan.memory import Projection
@@ -58,6 +59,10 @@ class MemorySink:
     def sync(self, key: str) -> None:
         """Memory is as durable as it gets."""
 
+    def close(self) -> None:
+        """Let go of the windows, whoever still has the sink."""
+        self._by_shard.clear()
+
 
 class OpMaker:
     """Makes ops of one plan, in threads of its own: as many at a time as the projection has lanes. Close it,
@@ -76,6 +81,9 @@ class OpMaker:
         self._runner = SegmentRunner(
             [output], sources, device=device, projection=projection, threads=threads, name="inline"
         )
+        self.lanes = projection.lanes
+        self.numerics = numerics_of(device)
+        """What the bytes hang on beside plan and sources."""
         self._sources = sources
         self._makers, self._firsts = makers(plan), ints(plan["segments"], "first_op")
         # Libraries of linear algebra go by the number of threads of who calls them, and round by it.
@@ -90,22 +98,29 @@ class OpMaker:
         self._runner.abort()
         self._lanes.shutdown(cancel_futures=True)
 
-    def submit(self, ops: Sequence[int], sink: MemorySink) -> Future[Receipt]:
-        """Have the bytes of these ops, in order of their places, written into a sink. The result raises as
+    def maker(self, op: int) -> int:
+        """The op that is carried out to make the bytes of another, or itself."""
+        return int(self._makers[op])
+
+    def submit(self, ops: Sequence[int], windows: Sequence[Window]) -> Future[Receipt]:
+        """Have the bytes of these ops, in order of their places, written into windows. The result raises as
         ``SegmentRunner.run``."""
-        return self._lanes.submit(self._made, ops, sink)
+        return self._lanes.submit(self._made, ops, MemorySink(windows))
 
     def _made(self, ops: Sequence[int], sink: MemorySink) -> Receipt:
         by_maker: dict[int, list[int]] = {}
         for op in ops:
-            by_maker.setdefault(int(self._makers[op]), []).append(op)
+            by_maker.setdefault(self.maker(op), []).append(op)
         makings = [(maker, tuple(own)) for maker, own in by_maker.items()]
         segment = int(np.searchsorted(self._firsts, ops[0], side="right")) - 1
 
         def make(device: torch.device, note: str) -> Receipt:
             return self._runner.made(segment, device, note, sinks={0: sink}, makings=makings)[0]
 
-        receipt = self._runner.on_device(make)
+        try:
+            receipt = self._runner.on_device(make)
+        finally:
+            sink.close()
         # Bytes that were read while a file was written to are of no use.
         for source in self._sources:
             source.check_expected()

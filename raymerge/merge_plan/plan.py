@@ -335,6 +335,14 @@ def makers(plan: Plan) -> Ints:
     return np.where(made_with[first] >= 0, made_with[first], first)
 
 
+def made_bytes(plan: Plan) -> Ints:
+    """Bytes that each op makes when it is carried out, with scales that come with it ``[ops]``."""
+    nbytes = ints(plan["ops"], "nbytes") * (ints(plan["ops"], "copy_of") < 0)
+    made = np.zeros(len(nbytes), dtype=np.int64)
+    np.add.at(made, makers(plan), nbytes)
+    return made
+
+
 def op_bytes(plan: Plan) -> Ints:
     """Bytes that each op is read from ``[ops]``, also one that another op writes."""
     read = np.append(0, np.cumsum(input_bytes(plan)))

@@ -27,7 +27,6 @@ from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import ResolvedInput
 from raymerge.planner.matching.logical import LogicalTensors, Place
 from raymerge.recipes.entry import ModelReference
-from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.numbers import WHOLE, Floats
 from raymerge.verifier.stored import Reader, elements_of
@@ -182,7 +181,7 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) 
     """Compare in memory of a few blocks for each thread, whatever the size. Raises CheckpointError if codes
     and scales of one do not fit together, or a file cannot be read."""
     a, b = Side(first), Side(second)
-    with open_store(first.place) as store_a, open_store(second.place) as store_b:
+    with first.open() as store_a, second.open() as store_b:
         with ThreadPoolExecutor(threads) as pool:
             results = list(pool.map(partial(_compared, a=store_a, b=store_b), pairs_of(a, b)))
         companions = dict(_companions(first, second, store_a, store_b))

@@ -570,7 +570,7 @@ def _opened(
             continue
         opened[reference] = None
         try:
-            opened[reference] = source = _source(len(opened) - 1, reference, opener(reference))
+            opened[reference] = source = source_of(len(opened) - 1, reference, opener(reference))
             if reference.lora_path is not None:
                 named = ModelReference(reference.lora_path, reference.lora_revision)
                 adapter = open_adapter_reference(named, pickled=pickled, lookup=lookup)
@@ -598,7 +598,7 @@ def _with_configs(opened: Mapping[ModelReference, Source | None]) -> dict[ModelR
         config = {key: value for key, value in lead.checkpoint.config.items() if key != "quantization_config"}
         note = f"{checkpoint.name} has no config.json: that of {lead.name} is taken for it."
         checkpoint = replace(checkpoint, config=config, notes=(*checkpoint.notes, note))
-        return replace(_source(source.index, source.reference, checkpoint), adapter=source.adapter)
+        return replace(source_of(source.index, source.reference, checkpoint), adapter=source.adapter)
 
     return {key: None if source is None else completed(source) for key, source in opened.items()}
 
@@ -620,7 +620,7 @@ def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Pr
                 yield unread_problem(f"{recipe.where(*path)}: {each.name}", unknown)
 
 
-def _source(index: int, reference: ModelReference, checkpoint: Checkpoint) -> Source:
+def source_of(index: int, reference: ModelReference, checkpoint: Checkpoint) -> Source:
     rules = rules_of(checkpoint.config)
     impossible = [*value_problems(checkpoint.config, rules, f"{checkpoint.name}/{CONFIG_FILE}")]
     if impossible:

@@ -13,7 +13,6 @@ from raymerge.merge_plan.expressions import Product, Read
 from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.logical import LogicalTensors
-from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
 
 
@@ -30,7 +29,7 @@ class Weights:
         self._source = alone
         self._keeps_run = keeps_run
         self._run: tuple[Read, torch.Tensor] | None = None
-        self._stores: list[ReadStore] = [open_store(each.place) for each in holdings([alone])]
+        self._stores: list[ReadStore] = [each.open() for each in holdings([alone])]
 
     def __enter__(self) -> Weights:
         return self

@@ -21,7 +21,6 @@ from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.moe.expert_blocks import ExpertBlock
 from raymerge.recipes.expert_set import AddedExpert, ExpertGroups, ExpertSetRecipe
-from raymerge.storage.open import open_store
 
 LayerScores = tuple[float, ...]
 
@@ -105,7 +104,7 @@ def _number(value: int | float) -> float:
 def _tensors(path: Path) -> Mapping[str, LayerScores]:
     checkpoint = open_tensor_file(path, str(path))
     scores: dict[str, LayerScores] = {}
-    with open_store(checkpoint.place) as store:
+    with checkpoint.open() as store:
         for name, tensor in checkpoint.tensors.items():
             if tensor.dtype.torch_name is None or len(tensor.shape) != 1 or not tensor.nbytes:
                 continue

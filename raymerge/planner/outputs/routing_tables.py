@@ -22,7 +22,6 @@ from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import whole_read
 from raymerge.planner.matching.method_assignment import BoundOutput
 from raymerge.planner.outputs.ops import matrix_op
-from raymerge.storage.open import open_store
 
 _LEAST_BITS = 16
 
@@ -50,7 +49,7 @@ def has_unknown_experts(checkpoint: Checkpoint, table: StoredTensor, num_experts
 
 
 def _entries(checkpoint: Checkpoint, table: StoredTensor) -> npt.NDArray[np.integer]:
-    with open_store(checkpoint.place) as store:
+    with checkpoint.open() as store:
         data = store.read(table.key, table.offset, table.nbytes)
     return np.frombuffer(data, table.dtype.numpy_name).reshape(table.shape)
 

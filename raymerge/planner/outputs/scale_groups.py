@@ -20,7 +20,6 @@ from raymerge.merge_plan.expressions import Output, QuantisedOutput
 from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text, misspelt, scale_values
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.outputs.outputs import OutputBuilder
-from raymerge.storage.open import open_store
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _MOST_LOOKED_AT = 128
@@ -125,7 +124,7 @@ def _unequal(source: Source, num_copied: int) -> Iterator[str]:
     if not matrices or source.checkpoint.unwritten is not None:
         return
     some = matrices[:: -(-len(matrices) // _MOST_LOOKED_AT)]
-    with open_store(source.checkpoint.place) as store:
+    with source.checkpoint.open() as store:
         values = scale_values(store, some)
     if num_copied:
         yield from (f"{source.name}: {each} They are copied as they are" for each in misspelt(some, values))

@@ -64,8 +64,8 @@ def share_memory(merge: PlannedMerge, options: RunOptions, *, whole: int, what: 
     least = project(plan, SMALLEST_BUDGET).least_budget + is_far * (FAR_BYTES + FAR_LANE_BYTES)
     budget = options.memory or max(usual_budget(options, free), min(whole + 2 * least, free // 2))
     if budget < whole + least:
-        text = f"{format_size(budget)} are too little for {what}, which is handed over whole"
-        text += f" ({format_size(whole)}), and for making it ({format_size(least)})."
+        text = f"{format_size(budget)} are too little to hold {what} whole ({format_size(whole)})"
+        text += f" beside what makes it ({format_size(least)})."
         raise OptionError(Problem("--memory", text, f"The smallest that works is {whole + least} bytes."))
     held = min(max(whole, budget // 2), budget - least)
     return Share(fit_budget(plan, replace(options, memory=budget - held), is_far=is_far), held)

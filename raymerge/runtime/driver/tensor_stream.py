@@ -26,6 +26,7 @@ from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.merges import PlannedMerge, planned_tensors
 from raymerge.runtime.driver.in_memory import check_stages, in_process, op_maker, share_memory, started_pool
+from raymerge.runtime.driver.merge_store import alone_of, files_beside, over_results, store_share
 from raymerge.runtime.driver.run import planned, report_segment
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class TensorStream:
     def __init__(self, merges: Sequence[PlannedMerge], options: RunOptions, *, on_event: OnEvent) -> None:
         """Raises PlanError: the plan has problems, or a tensor of a dtype that torch lacks; OptionError: too
         little memory, or options that ask for other processes."""
-        self._merge, self._options, self._on_event = merges[-1], in_process(options), on_event
-        self._plan = self._merge.plan.require()
+        self._merges, self._options, self._on_event = tuple(merges), in_process(options), on_event
+        self._plan = merges[-1].plan.require()
         check_stages(merges)
         tensors = tuple(planned_tensors(self._plan).values())
         self._facts = tuple(map(_facts, tensors))
@@ -78,7 +79,9 @@ class TensorStream:
         units = tuple(ops.units(tensors))
         largest = max(units, key=_nbytes, default=())
         what = largest[0].name if largest else "this model"
-        self._share = share_memory(self._merge, self._options, whole=_nbytes(largest), what=what)
+        own = alone_of(self._options, len(merges))
+        self._share = share_memory(merges[-1], own, whole=_nbytes(largest), what=what)
+        self._peak = self._share.peak + sum(store_share(each, own).peak for each in merges[:-1])
         # One that the caller has, one that is next, and one for each lane.
         target = self._share.held // (2 + self._share.projection.lanes)
         self._batches = tuple(ops.batches(units, max(_SMALLEST, target)))
@@ -90,11 +93,16 @@ class TensorStream:
     @property
     def projected_peak(self) -> int:
         """Most bytes of memory that an iteration takes, with the tensor that the caller was given last."""
-        return self._share.peak
+        return self._peak
 
     def metadata(self) -> tuple[TensorFacts, ...]:
         """Name, dtype and shape of every tensor in their order, from the plan alone."""
         return self._facts
+
+    def files(self) -> dict[str, bytes]:
+        """The files beside the weights, by name: config, tokenizer and other companions, as ``submit`` writes
+        them. Raises CheckpointError: they cannot be read."""
+        return files_beside(self._merges)
 
     def __len__(self) -> int:
         return len(self._facts)
@@ -109,8 +117,9 @@ class TensorStream:
     def _maker(self) -> Iterator[OpMaker]:
         self._on_event(self._planned())
         with ExitStack() as stack:
-            pool = stack.enter_context(started_pool((self._merge,), self._options))
-            maker = stack.enter_context(op_maker(self._merge, self._share.projection, pool))
+            pool = stack.enter_context(started_pool(self._merges, self._options))
+            merge = stack.enter_context(over_results(self._merges, self._options, pool))
+            maker = stack.enter_context(op_maker(merge, self._share.projection, pool))
             reason = pool.device_reason
             self._on_event(events.Started(pool.workers, pool.device, 0, 0, pool.threads, reason))
             yield maker
@@ -164,11 +173,11 @@ class _Ahead:
             self._under_way.append(self._begun(batch))
 
     def _begun(self, batch: _Batch) -> _UnderWay:
-        from raymerge.execute.in_memory import MemorySink, Window
+        from raymerge.execute.in_memory import Window
 
         made = [(each, torch.empty(each.nbytes, dtype=torch.uint8)) for each in batch.tensors]
-        sink = MemorySink(Window(each.key, each.offset, memory.numpy()) for each, memory in made)
-        parts = [(part, self._maker.submit(part.ops, sink)) for part in batch.parts]
+        windows = [Window(each.key, each.offset, memory.numpy()) for each, memory in made]
+        parts = [(part, self._maker.submit(part.ops, windows)) for part in batch.parts]
         return _UnderWay(parts, deque(made))
 
 
