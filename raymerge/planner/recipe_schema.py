@@ -9,13 +9,14 @@ from raymerge.documents.grammar import NUMBER, TEXT, WHOLE_NUMBER, Grammar, any_
 from raymerge.documents.json_schema import DIALECT, definitions, reference
 from raymerge.methods import Method, Parameter, methods
 from raymerge.methods.method import BaseUse
+from raymerge.recipes.average import GIVEN_ELSEWHERE
 from raymerge.recipes.axes import AXES_GRAMMAR
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import PROMPTS, SWEEP_KEYS, VARIABLE
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.schema import Recipe
 from raymerge.recipes.settings import setting_grammar
-from raymerge.recipes.windows import GIVEN_ELSEWHERE, WINDOWS_GRAMMAR
+from raymerge.recipes.windows import WINDOWS_GRAMMAR
 
 _KINDS = (Recipe, MoeRecipe, ExpertSetRecipe)
 _AVERAGE = "AverageRecipe"

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from yaml.representer import RepresenterError
@@ -232,9 +233,9 @@ class _Expansion:
         self._lacks_windows |= windows is None
         # The other keys may have faults of their own.
         for window in windows or (UNKNOWN_WINDOW,):
-            recipe = attempt(window.recipe, data, (), self._faults)
+            recipe = attempt(partial(window.recipe, files=self._files), data, (), self._faults)
             if recipe is not None:
-                size = str(window.average.num_checkpoints)
+                size = str(window.size)
                 text = self._new_text(recipe)
                 values = {_WINDOW: size, **shown_values(assignment)}
                 yield _UnreadOutput(values, recipe, text, window)

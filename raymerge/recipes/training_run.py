@@ -8,9 +8,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from raymerge.documents.fields import Fault, FaultError, refusal
 from raymerge.errors import UserError, shortlist
+
+_Result = TypeVar("_Result")
 
 NUMBER = "{iteration}"
 _WORDS = "(?:checkpoint|ckpt|iter|iteration|step)[-_=]?([0-9]+)"
@@ -31,6 +34,10 @@ def _whole(_place: str) -> tuple[tuple[str, ...], str]:
     return ("",), ""
 
 
+def _no_digest(_place: str) -> str:
+    return ""
+
+
 def _nothing_there(place: str) -> str:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
 
@@ -44,6 +51,8 @@ class RunFiles:
     contents: Callable[[str], tuple[tuple[str, ...], str]] = _whole
     """The paths of the checkpoints in the directory of an iteration, "" for itself, and what the only one
     lacks because it is unfinished."""
+    digest: Callable[[str], str] = _no_digest
+    """A digest of samples of a checkpoint's weights; "" where it has none."""
     recipe: Callable[[str], str] = _nothing_there
     """The text of the recipe that a checkpoint was made from."""
 
@@ -92,7 +101,7 @@ class Selection:
     def select(self, root: str, files: RunFiles, most: int | None) -> Checkpoints:
         """The last checkpoints, ``most`` of them or all. Raises FaultError: there are none, or several that
         could be meant."""
-        names = _listed(root, files)
+        names = looked_up(files.directories, root)
         numbered = self._numbered(names)
         unfinished = list(self._named_unfinished(root, names, numbered))
         places: dict[int, str] = {}
@@ -155,12 +164,7 @@ class Selection:
         several."""
         below = "" if self.pattern is None else self.pattern.partition("/")[2]
         place = os.path.join(root, name, below) if below else os.path.join(root, name)
-        try:
-            paths, lack = files.contents(place)
-        except OSError as error:
-            raise refusal(f"'{place}' cannot be read ({error.strerror}).", "Make it readable.") from error
-        except UserError as error:
-            raise FaultError(Fault((), each.what, each.remedy) for each in error.problems) from error
+        paths, lack = looked_up(files.contents, place)
         if len(paths) > 1:
             pattern = f"{self._pattern_of(name)}/{paths[0]}"
             what = f"'{place}' holds several checkpoints ({shortlist(paths)})."
@@ -211,11 +215,12 @@ def reasons(unfinished: Sequence[Unfinished]) -> str:
     return shortlist([f"{os.path.basename(each.place)}: {each.reason}" for each in unfinished])
 
 
-def _listed(root: str, files: RunFiles) -> Sequence[str]:
+def looked_up(look: Callable[[str], _Result], place: str) -> _Result:
+    """Raises FaultError: the place cannot be read."""
     try:
-        return files.directories(root)
+        return look(place)
     except OSError as error:
-        what = f"'{root}' cannot be listed ({error.strerror})."
-        raise refusal(what, "Name the directory that holds the checkpoints.") from error
+        what = f"'{place}' cannot be read ({error.strerror})."
+        raise refusal(what, "Name a directory of checkpoints that can be read.") from error
     except UserError as error:
         raise FaultError(Fault((), each.what, each.remedy) for each in error.problems) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,78 @@ def test_a_window_that_is_too_large_names_what_is_unfinished(tmp_path: Path) -> 
     (places[100] / "model.safetensors").rename(places[100] / "model-00001-of-00002.safetensors")
     with pytest.raises(RecipeError, match=r"larger than the 1 .*checkpoint-100: it has 1 of 2 num"):
         plan_sweep(block(tmp_path / "run", windows=2), tmp_path / "out", INLINE)
+
+
+# Going on
+
+
+def _grown(run: Path, out: Path, before: Path | None, **keys: object) -> Path:
+    more = {} if before is None else {"continue": str(before)}
+    (made_at,) = submit_sweep(block(run, **more, **keys), out, INLINE)
+    return out / made_at
+
+
+def _refusal(run: Path, before: Path, **keys: object) -> str:
+    with pytest.raises(RecipeError) as refused:
+        plan_sweep(block(run, **{"continue": str(before)}, **keys), run.parent / "refused", INLINE)
+    (problem,) = refused.value.problems
+    assert (problem.where, bool(problem.remedy)) == ("recipe: checkpoints.continue", True)
+    return problem.what
+
+
+def _replaced(place: Path, save: Callable[[Path, torch.Tensor], None], seed: int) -> None:
+    shutil.rmtree(place)
+    save(place, weight(seed))
+
+
+@pytest.mark.parametrize("layout", ["torchtitan", "accelerate", "transformers"])
+def test_an_average_does_not_go_on_if_what_it_is_made_of_was_replaced(layout: str, tmp_path: Path) -> None:
+    run, save = tmp_path / "run", LAYOUTS[layout][1]
+    places = made(run, layout, 1, 2)
+    first = _grown(run, tmp_path / "first", None)
+    made(run, layout, 3)
+    second = _grown(run, tmp_path / "second", first)
+    made(run, layout, 4)
+    # Written again, it is the same.
+    _replaced(places[1], save, 1)
+    third = _grown(run, tmp_path / "third", second)
+    (merged,) = read_tensors(third).values()
+    torch.testing.assert_close(merged, sum(map(weight, (1, 2, 3, 4))) / 4)
+    _replaced(places[1], save, 9)
+    made(run, layout, 5)
+    for before in (first, second, third):
+        what = _refusal(run, before)
+        assert what.startswith(f"'{places[1]}")
+        assert f"is not what '{before}' is an average of" in what
+    # Of what is gone nothing is known, as where a training removes its old checkpoints.
+    shutil.rmtree(places[1])
+    plan_sweep(block(run, **{"continue": str(third)}), tmp_path / "out", INLINE)
+
+
+def test_an_average_goes_on_only_with_the_run_that_it_is_of(tmp_path: Path) -> None:
+    run, moved, other, newer = (tmp_path / name for name in ("run", "moved", "other", "newer"))
+    made(run, "torchtitan", 10, 20)
+    before = _grown(run, tmp_path / "out", None)
+    made(run, "torchtitan", 30)
+    for step in (10, 20, 30):
+        _torchtitan(other / f"step-{step}", weight(step + 1))
+    made(newer, "torchtitan", 30)
+    assert _refusal(other, before).startswith(f"'{other}/step-10' is not what '{before}' is an average of")
+    assert _refusal(newer, before) == (
+        f"'{before}' is an average of checkpoints of '{run}', and '{newer}' has none of them."
+    )
+    run.rename(moved)
+    (planned,) = plan_sweep(block(moved, **{"continue": str(before)}), tmp_path / "more", INLINE)
+    assert [*planned.output.coefficients] == [str(before), str(moved / "step-30")]
+
+
+def test_an_average_does_not_go_on_beside_checkpoints_that_it_lacks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    places = made(run, "torchtitan", 10, 15, 20)
+    before = _grown(run, tmp_path / "out", None, every=10)
+    made(run, "torchtitan", 30)
+    plan_sweep(block(run, every=10, **{"continue": str(before)}), tmp_path / "more", INLINE)
+    assert (
+        _refusal(run, before)
+        == f"'{places[15]}' lies between the checkpoints of '{before}' and is none of them."
+    )

@@ -201,7 +201,7 @@ def test_a_root_without_checkpoints_is_described(tmp_path: Path) -> None:
     path = tmp_path / "w.yml"
     missing = draft_sweep(path)
     assert missing is not None
-    assert "'r' cannot be listed (No such file or directory)." in str(missing.problems[0])
+    assert "'r' cannot be read (No such file or directory)." in str(missing.problems[0])
 
 
 def test_the_example_of_a_window_is_a_recipe() -> None:

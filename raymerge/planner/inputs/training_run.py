@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
+from raymerge.checkpoints.samples import sampled_digest
 from raymerge.checkpoints.training_steps import StepContents, step_contents
 from raymerge.recipes.training_run import RunFiles, local_directories
 from raymerge.storage.addresses import is_remote
@@ -23,4 +25,9 @@ def run_files(lookup: Lookup, recipe: Callable[[str], str]) -> RunFiles:
         with open_store(resolve_source(place, lookup=lookup)) as store:
             return step_contents(file.key for file in store.files())
 
-    return RunFiles(directories, contents, recipe)
+    @cache
+    def digest(place: str) -> str:
+        with open_store(resolve_source(place, lookup=lookup)) as store:
+            return sampled_digest(store)
+
+    return RunFiles(directories, contents, digest, recipe)
