@@ -19,7 +19,7 @@ from raymerge import events
 from raymerge.cli.messages import STOPPED, Failure, command, show_failure
 from raymerge.cli.options import ProfileFile, TargetChoice
 from raymerge.cli.render.progress import make_progress
-from raymerge.cli.render.screen import Output, make_console, make_table, own_stdout, printable
+from raymerge.cli.render.screen import Output, make_console, make_table, own_stdout, printable, show_table
 from raymerge.deploy.targets import TARGETS
 from raymerge.errors import OptionError, Problem, RaymergeError
 from raymerge.events import Event, OnEvent
@@ -166,7 +166,8 @@ def reported(sought: RunQuery) -> RunReport:
         return report
     if report.state is RunState.UNKNOWN:
         return replace(recorded, run=sought.run)
-    return replace(report, details={**recorded.details, **report.details})
+    details = {**recorded.details, **report.details}
+    return replace(report, details=details, outputs=recorded.outputs)
 
 
 def _recorded(place: str, storage: StoreOptions) -> RunReport | None:
@@ -229,6 +230,28 @@ def _show(report: RunReport, out: Output) -> None:
     console.print(make_table(("", ""), [(f"  {name}", value) for name, value in facts.items() if value]))
     if report.message:
         console.print(printable(report.message), soft_wrap=not console.is_terminal)
+    if report.outputs:
+        rows = [(each.run, *_how_far(each)) for each in report.outputs]
+        show_table(console, ("output", "", ""), rows)
+
+
+def _how_far(output: RunReport) -> tuple[str, str]:
+    """The state of one output of a sweep, in a word, and what there is to say of it."""
+    from raymerge.deploy.targets.target import RunState
+
+    segments = output.details.get("segments", "")
+    done = f"{segments} segments" if segments else ""
+    match output.state:
+        case RunState.SUCCEEDED:
+            return "published", ""
+        case RunState.RUNNING:
+            return "in progress", done
+        case RunState.QUEUED:
+            return "waiting", ""
+        case RunState.FAILED:
+            return "failed", output.message
+        case _:
+            return output.state.value, done
 
 
 class Relay:

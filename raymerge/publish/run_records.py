@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,16 +16,28 @@ from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.publish import lease as leases
 from raymerge.publish.output_place import MANIFEST, steps_beside
-from raymerge.publish.record import ATTEMPT, JOURNAL, NAME, RECORD, entries_of, object_in, pieces_of
+from raymerge.publish.record import (
+    ATTEMPT,
+    JOURNAL,
+    NAME,
+    RECORD,
+    entries_of,
+    object_at,
+    object_in,
+    pieces_of,
+)
 from raymerge.storage.addresses import is_object_place, parse_place, shown
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.objects.writer import ObjectWriter
 
 STORY = "run.json"
+_SWEEP = ".raymerge.sweep.json"
 Record: TypeAlias = Callable[[str], bytes]
 """Reads a file of a record as far as it is written by now; empty where there is none that can be read."""
 _POLL_SECONDS = 1.0
 _WATCH_SECONDS = 0.5
 _MOST_BYTES = 256 << 20
+_ASIDE_SECONDS = 5.0
 
 
 def records_of(place: str) -> RunRecords:
@@ -93,6 +107,40 @@ def _alive_first(views: Iterator[leases.LeaseView | None]) -> leases.LeaseView |
     return next((view for view in held if view.is_alive), held[0] if held else None)
 
 
+class SweepRecord:
+    """Tells of the outputs of a sweep until all are published. Nobody waits for it: it raises nothing."""
+
+    def __init__(self, place: str) -> None:
+        """``place`` is the directory of the outputs' directories, or its like in an object store."""
+        self._place = place
+
+    def write(self, outputs: Mapping[str, str]) -> None:
+        """``outputs`` are their names, each with what it has failed with; "" for nothing."""
+        text = json.dumps({_OUTPUTS: dict(outputs)}).encode()
+        with suppress(Exception):
+            if is_object_place(self._place):
+                ObjectWriter(self._place, seconds=_ASIDE_SECONDS).put(_SWEEP, text)
+                return
+            Path(self._place).mkdir(parents=True, exist_ok=True)
+            with LocalStore(Path(self._place)) as store:
+                store.write_atomic(_SWEEP, text)
+
+    def remove(self) -> None:
+        with suppress(Exception):
+            if is_object_place(self._place):
+                ObjectWriter(self._place, seconds=_ASIDE_SECONDS).delete([_SWEEP])
+            else:
+                (Path(self._place) / _SWEEP).unlink()
+
+
+_OUTPUTS = "outputs"
+
+
+def _outputs_in(record: Mapping[str, Any]) -> dict[str, str]:
+    listed = record.get(_OUTPUTS)
+    return {name: str(error) for name, error in listed.items()} if isinstance(listed, dict) else {}
+
+
 class LocalRecords:
     def __init__(self, place: str) -> None:
         self._path = Path(os.path.realpath(parse_place(place).text))
@@ -119,6 +167,12 @@ class LocalRecords:
 
     def has_steps(self) -> bool:
         return steps_beside(self._path).is_dir()
+
+    def outputs(self) -> dict[str, str]:
+        """The names of a sweep's outputs below the place, each with what it has failed with; of one that is
+        over, those that are published."""
+        made = sorted(each.parent.parent.name for each in self._path.glob(f"[!.]*/{RECORD}/{STORY}"))
+        return _outputs_in(object_at(self._path / _SWEEP)) or dict.fromkeys(made, "")
 
     def ask_to_stop(self, holder: leases.LeaseHolder) -> None:
         """Raises OSError where no request can be left."""
@@ -170,6 +224,11 @@ class RemoteRecords:
     def has_steps(self) -> bool:
         """False: intermediate results are in a directory unknown to the store."""
         return False
+
+    def outputs(self) -> dict[str, str]:
+        keys = sorted(key.split("/") for key in self._keys())
+        made = [name for name, *key in keys if "/".join(key) == f"{RECORD}/{STORY}"]
+        return _outputs_in(object_in(self._writer.content(_SWEEP))) or dict.fromkeys(made, "")
 
     def ask_to_stop(self, holder: leases.LeaseHolder) -> None:
         leases.StopRequest(self._writer).make(holder)

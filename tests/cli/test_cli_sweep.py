@@ -100,6 +100,9 @@ def test_outputs_are_made_below_the_place_and_kept_there(folder: Path) -> None:
     assert _run(folder, "plan", "recipe.yml", "-o", "my outs").text.count("there already") == len(NAMES)
     status = _run(folder, "status", f"my outs/{NAMES[1]}")
     assert "succeeded" in status.text
+    status = _run(folder, "status", "my outs")
+    assert "my outs: succeeded" in status.text
+    assert "5 of 5 outputs are published.\n" in status.text
 
 
 def test_one_that_fails_is_named_and_the_others_are_made(folder: Path) -> None:
@@ -109,7 +112,12 @@ def test_one_that_fails_is_named_and_the_others_are_made(folder: Path) -> None:
     assert failed.code == 2
     assert "warning: w1000000.0-float16 is given up, and others go on: " in failed.text
     assert failed.text.count("do not fit F16") == 2
-    made = sorted(each.name for each in (folder / "outs").iterdir())
+    status = _run(folder, "status", "outs").text
+    assert "outs: failed" in status
+    assert "2 of 3 outputs are published. The same command goes on" in status
+    assert re.search(r"\nw0.25-bfloat16 +published *\n", status)
+    assert re.search(r"\nw1000000.0-float16 +failed +\S", status)
+    made = sorted(each.name for each in (folder / "outs").glob("w*"))
     assert made == ["w0.25-bfloat16", "w1000000.0-bfloat16"]
 
 

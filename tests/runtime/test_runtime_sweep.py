@@ -33,6 +33,8 @@ from kits.recipe_maker import linear
 from kits.s3_server import S3Server
 
 from raymerge.api import plan, read_sweep, submit, submit_sweep
+from raymerge.deploy.targets.local import PlaceRuns
+from raymerge.deploy.targets.target import RunReport, RunState
 from raymerge.errors import CheckpointError, DiskSpaceError, IncompleteError, NonFiniteError, TargetError
 from raymerge.events import (
     OutputFailed,
@@ -156,7 +158,7 @@ def test_one_output_that_is_not_finite_does_not_lose_the_others(
         submit_sweep(recipe, tmp_path / "outs", options, on_event=events)
     assert caught.value.exit_code == 2
     assert [event.name for event in events.of(OutputFailed)] == ["w5000000.0"]
-    assert sorted(os.listdir(tmp_path / "outs")) == ["w0.5", "w2.0"]
+    assert sorted(each.name for each in (tmp_path / "outs").glob("w*")) == ["w0.5", "w2.0"]
     for weight, value in ((0.5, 2.0), (2.0, 5.0)):
         made = read_tensors(tmp_path / "outs" / f"w{weight}")
         assert [tensor.unique().tolist() for tensor in made.values()] == [[value]] * 8
@@ -330,10 +332,24 @@ def test_outputs_are_read_in_groups_that_fit_the_memory(
 ) -> None:
     (alone, *_) = read_sweep(recipe) or ()
     least = project(plan(alone.recipes[0]), LEAST_MEMORY).least_budget
-    events, options = EventLog(), RunOptions(inline=True, memory=least + 5 * LEAST_BLOCK // 2)
+    seen: list[RunReport] = []
+
+    def look(event: object) -> None:
+        if isinstance(event, SegmentDone) and not seen:
+            seen.append(PlaceRuns().report(str(tmp_path / "outs")))
+
+    events, options = EventLog(look), RunOptions(inline=True, memory=least + 5 * LEAST_BLOCK // 2)
     results = submit_sweep(recipe, tmp_path / "outs", options, on_event=events)
     groups = events.of(OutputsStarted)
     assert [(len(event.names), event.number, event.total) for event in groups] == [(2, 1, 2), (2, 2, 2)]
+    (report,) = seen
+    assert report.state is RunState.RUNNING
+    states = {each.run: each.state for each in report.outputs}
+    assert states == {
+        **dict.fromkeys(groups[0].names, RunState.RUNNING),
+        **dict.fromkeys(groups[1].names, RunState.QUEUED),
+    }
+    assert {each.details.get("segments", "")[:5] for each in report.outputs} == {"1 of ", ""}
     assert _together(results) == apart
 
 

@@ -29,7 +29,7 @@ from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import record
 from raymerge.publish.lease import LeaseFile, LeaseHolder, StopRequest, lease_view, leased, myself
 from raymerge.publish.record import JOURNAL, Journal
-from raymerge.publish.run_records import LocalRecords, RemoteRecords, records_of, seconds_taken
+from raymerge.publish.run_records import LocalRecords, RemoteRecords, SweepRecord, records_of, seconds_taken
 from raymerge.storage.retry import KEPT
 
 PLANNED = Planned("d" * 40, 4, 1000, 3000, 8, 1 << 20)
@@ -195,6 +195,32 @@ def test_what_is_stopped_before_it_writes_the_output_is_told(
     assert "has stopped before it began to write the output. Submit it again" in stopped.message
     state = RunState.SUCCEEDED if is_replaced else RunState.UNKNOWN
     assert PlaceRuns().report(str(place)).state is state
+
+
+def test_the_place_of_a_sweep_tells_of_its_outputs(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outs = tmp_path / "outs"
+    for place in (str(outs), s3.place("outs")):
+        record = SweepRecord(place)
+        record.write({"a": "", "b": "no room"})
+        report = PlaceRuns().report(place)
+        assert report.state is RunState.FAILED
+        assert [(each.run, each.state) for each in report.outputs] == [
+            ("a", RunState.QUEUED),
+            ("b", RunState.FAILED),
+        ]
+        assert report.outputs[1].message == "no room"
+        record.remove()
+        assert PlaceRuns().report(place).state is RunState.UNKNOWN
+    SweepRecord(str(outs)).write({"a": "", "b": ""})
+    with ExitStack() as held:
+        held.enter_context(leased(LeaseFile(outs / "b"), "digest"))
+        assert PlaceRuns().report(str(outs)).state is RunState.RUNNING
+        monkeypatch.setattr(LocalRecords, "ask_to_stop", lambda *_: held.close())
+        stopped = PlaceRuns().stop(str(outs))
+    assert stopped.state is RunState.STOPPED
+    assert stopped.message.startswith("0 of 2 outputs are published.")
 
 
 def test_what_ended_before_it_wrote_the_output_is_told(s3: S3Server, tmp_path: Path) -> None:

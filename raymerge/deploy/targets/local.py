@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +14,14 @@ from raymerge.errors import OptionError, Problem, RaymergeError, TransientError
 from raymerge.publish import run_records
 from raymerge.publish.lease import DEAD_SECONDS, LeaseView
 from raymerge.publish.record import ENDED, NAME, entries_of
-from raymerge.storage.addresses import shown
+from raymerge.storage.addresses import join, shown
 from raymerge.storage.retry import KEPT
 from raymerge.units import format_duration, format_size
 
 GOES_ON = "Submit it again: it goes on from there."
 _RESUMABLE = 3
 _ASKED = "stopping"
+_LOOKERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,35 @@ class PlaceRuns:
 
     def report(self, run: str) -> RunReport:
         with _looking(run):
-            return report_of(self.records(run))
+            records = self.records(run)
+            report = report_of(records)
+            # A checkpoint or a run towards one is there, and says so.
+            is_one = report.state is RunState.SUCCEEDED or records.begun() is not None
+            outputs = {} if is_one else records.outputs()
+            return self._of_sweep(run, report, outputs) if outputs else report
+
+    def _of_sweep(self, place: str, own: RunReport, outputs: Mapping[str, str]) -> RunReport:
+        """``own`` is the report of the directory of the outputs, where results between have theirs."""
+
+        def report(name: str) -> RunReport:
+            each = report_of(self.records(join(place, name)))
+            if each.state is not RunState.SUCCEEDED and outputs[name]:
+                each = replace(each, state=RunState.FAILED, message=outputs[name])
+            elif each.state is RunState.UNKNOWN:
+                each = replace(each, state=RunState.QUEUED, message="it is not begun.")
+            return replace(each, run=name)
+
+        with ThreadPoolExecutor(_LOOKERS) as threads:
+            each = tuple(threads.map(report, outputs))
+        states = [own.state, *(one.state for one in each)]
+        made = states.count(RunState.SUCCEEDED)
+        order = (RunState.RUNNING, RunState.FAILED, RunState.STOPPED)
+        state = next((one for one in order if one in states), RunState.STOPPED)
+        state = RunState.SUCCEEDED if made == len(each) else state
+        message = f"{made} of {len(each)} outputs are published."
+        if state in (RunState.FAILED, RunState.STOPPED):
+            message = f"{message} The same command goes on with the others."
+        return RunReport(own.run, state, own.output, message, outputs=each)
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         with _looking(run):
@@ -165,7 +195,7 @@ class PlaceRuns:
             story_before = _story(records)
             lease = records.hold()
             if lease is None or lease.holder is None or not lease.is_alive:
-                return report_of(records)
+                return self._stop_sweep(run)
             records.ask_to_stop(lease.holder)
             ends_at = time.monotonic() + _HEED_SECONDS
             while run_records.is_made(records) and time.monotonic() < ends_at:
@@ -179,6 +209,15 @@ class PlaceRuns:
             # What is published there, if anything, is what it was to replace.
             what = f"{lease.holder} has stopped before it began to write the output. {GOES_ON}"
             return replace(report, state=RunState.STOPPED, message=what)
+        return report
+
+    def _stop_sweep(self, place: str) -> RunReport:
+        """One process makes all outputs, so that any of them that is being made is asked."""
+        report = self.report(place)
+        for each in report.outputs:
+            if each.state is RunState.RUNNING:
+                self.stop(join(place, each.run))
+                return self.report(place)
         return report
 
 

@@ -63,6 +63,8 @@ class RunReport:
     """Sentences for users."""
     details: Mapping[str, str] = field(default_factory=dict)
     """Facts for users: host, segments done, last sign of life; ``exit_code`` of the driver if known."""
+    outputs: tuple[RunReport, ...] = ()
+    """Of a sweep, each under its name."""
 
     def to_json(self) -> dict[str, Any]:
         return {"event": "run", **asdict(self)}

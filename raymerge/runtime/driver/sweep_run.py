@@ -33,6 +33,7 @@ from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.lease import Lease, stop_request_at
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.record import Journal
+from raymerge.publish.run_records import SweepRecord
 from raymerge.publish.shards import JointWork
 from raymerge.runtime.driver import versions
 from raymerge.runtime.driver.chained_merges import (
@@ -322,9 +323,10 @@ class SweepJob:
         self._outputs = outputs
         self._place = place
         self._options = options
-        self._on_event = on_event
+        self._emit = self._on_event = self._noting_failures(on_event)
+        self._record = SweepRecord(str(place))
+        self._failures = {each.name: "" for each in outputs}
         self._began = time.monotonic() if began is None else began
-        self._emit = on_event
         self._root = steps_directory(place, options.steps)
         self._merges = [merge for each in outputs for merge in each.merges]
         self._has_steps = any(has_steps(output.merges) for output in outputs)
@@ -379,6 +381,8 @@ class SweepJob:
                 member.result = member.run.published_result()
                 self._on_event(events.OutputKept(member.name))
         missing = [number for number, member in enumerate(self._members) if member.result is None]
+        if missing:
+            self._record.write(self._failures)
         with ExitStack() as held:
             if self._has_steps and missing:
                 held.enter_context(holding_steps(self._root, self._merges))
@@ -387,6 +391,7 @@ class SweepJob:
                 drop_steps(self._root, self._options)
         if any(member.result is None for member in self._members):
             raise _joined(self._members)
+        self._record.remove()
         seconds, names = time.monotonic() - self._began, tuple(member.name for member in self._members)
         self._on_event(events.OutputsPublished(shown(str(self._place)), names, seconds))
         return {each.name: each.result for each in self._members if each.result is not None}
@@ -479,6 +484,15 @@ class SweepJob:
             asked=self._asked,
         )
         return _Member(output.name, job, journal)
+
+    def _noting_failures(self, on_event: OnEvent) -> OnEvent:
+        def emit(event: Event) -> None:
+            if isinstance(event, events.OutputFailed):
+                self._failures[event.name] = event.message
+                self._record.write(self._failures)
+            on_event(event)
+
+        return emit
 
     def _emitter(self, journal: Journal) -> OnEvent:
         def emit(event: Event) -> None:
