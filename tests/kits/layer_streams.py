@@ -33,8 +33,8 @@ class Collector:
 
     def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
         self.order.append((layer, run))
-        self.hidden[layer, run] = hidden.clone()
-        self.router_input[layer, run] = router_input.clone()
+        self.hidden[layer, run] = hidden[0].clone()
+        self.router_input[layer, run] = router_input[0].clone()
 
 
 def open_base(path: Path | str) -> Source:
@@ -61,9 +61,14 @@ def token_runs(*lengths: int) -> list[TokenRun]:
     return [TokenRun(0, 1, tuple(torch.randint(3, 60, (n,), generator=chance).tolist())) for n in lengths]
 
 
+def batches_of(runs: Sequence[TokenRun]) -> list[torch.Tensor]:
+    return [torch.tensor([run.tokens]) for run in runs]
+
+
 def streamed(base: Source, runs: Sequence[TokenRun], spill: Path, *, budget: int = BIG) -> Collector:
     seen = Collector()
-    LayerStream(base).read(runs, seen.layer, device=torch.device("cpu"), budget=budget, spill=spill)
+    device = torch.device("cpu")
+    LayerStream(base).read(batches_of(runs), seen.layer, device=device, budget=budget, spill=spill)
     return seen
 
 

@@ -17,7 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.adapter_maker import tiny_lora
 from kits.checkpoint_maker import fields, llama_shapes, write_checkpoint
-from kits.layer_streams import BIG, KINDS, Collector, make_base, open_base, streamed, token_runs, whole
+from kits.layer_streams import (
+    BIG,
+    KINDS,
+    Collector,
+    batches_of,
+    make_base,
+    open_base,
+    streamed,
+    token_runs,
+    whole,
+)
 from kits.marks import slow_but
 from kits.model_parents import save
 from safetensors.torch import load_file
@@ -35,7 +45,7 @@ from raymerge.stages.router.gates import (
     work_nbytes,
 )
 from raymerge.stages.router.prompts import Schedule, TokenRun, Use, make_schedule
-from raymerge.stages.router.streamed_model import LayerStream, StreamedModel
+from raymerge.stages.router.streamed_model import LayerStream, Shape, StreamedModel
 from raymerge.stages.router.work import random_rows
 
 LENGTHS = (9, 5, 9, 13)
@@ -115,7 +125,7 @@ def test_a_small_budget_changes_nothing_and_leaves_no_file(llama: Source, tmp_pa
         watched.extend(path.stat().st_size for path in (tmp_path / "small").iterdir())
         small.layer(layer, run, hidden, router_input)
 
-    LayerStream(llama).read(runs, watch, device=CPU, budget=0, spill=tmp_path / "small")
+    LayerStream(llama).read(batches_of(runs), watch, device=CPU, budget=0, spill=tmp_path / "small")
     assert set(watched) == {sum(LENGTHS) * 32 * 4}
     assert not list((tmp_path / "small").iterdir())
     assert all(torch.equal(small.hidden[place], state) for place, state in large.hidden.items())
@@ -125,8 +135,8 @@ def test_bytes_read_are_those_of_layers_and_used_rows(llama: Source, tmp_path: P
     tensors = llama.checkpoint.tensors
     layers = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers." in name)
     norm = tensors["model.norm.weight"].nbytes
-    runs = [TokenRun(0, 1, (7, 8, 7)), TokenRun(0, 1, (9,))]
-    read = LayerStream(llama).read(runs, Collector().layer, device=CPU, budget=BIG, spill=tmp_path)
+    batches = [torch.tensor([[7, 8, 7]]), torch.tensor([[9]])]
+    read = LayerStream(llama).read(batches, Collector().layer, device=CPU, budget=BIG, spill=tmp_path)
     assert read == layers + norm + 3 * 32 * 4
 
 
@@ -137,7 +147,7 @@ def test_settings_of_torch_are_put_back(llama: Source, tmp_path: Path) -> None:
     def look(*_: object) -> None:
         within.append((cudnn.deterministic, torch.is_grad_enabled()))
 
-    LayerStream(llama).read(token_runs(2), look, device=CPU, budget=BIG, spill=tmp_path)
+    LayerStream(llama).read(batches_of(token_runs(2)), look, device=CPU, budget=BIG, spill=tmp_path)
     assert set(within) == {(True, False)}
     assert cudnn.deterministic == before
     assert torch.is_grad_enabled()
@@ -191,8 +201,8 @@ MODEL = fields(
 SCRIPT = """
 import json, sys
 import torch
-from kits.layer_streams import open_base, token_runs
-from raymerge.stages.router.streamed_model import LayerStream
+from kits.layer_streams import batches_of, open_base, token_runs
+from raymerge.stages.router.streamed_model import LayerStream, Shape
 
 def nothing(*_):
     pass
@@ -203,15 +213,15 @@ def status(word):
 
 torch.set_num_threads(1)
 small, large, spill = sys.argv[1:]
-runs = token_runs(*[100] * 16)
+batches = batches_of(token_runs(*[100] * 16))
 device = torch.device("cpu")
 # What is imported on the way is not what is measured.
-LayerStream(open_base(small)).read(runs[:1], nothing, device=device, budget=0, spill=spill)
+LayerStream(open_base(small)).read(batches[:1], nothing, device=device, budget=0, spill=spill)
 base = open_base(large)
-least = LayerStream(base).least_budget(100)
+least = LayerStream(base).least_budget(Shape(1, 100))
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-LayerStream(base).read(runs, nothing, device=device, budget=least, spill=spill)
+LayerStream(base).read(batches, nothing, device=device, budget=least, spill=spill)
 print(json.dumps({"least": least, "grown": status("VmHWM") - before}))
 """
 
@@ -244,9 +254,11 @@ def _write_large(root: Path, config: dict[str, Any]) -> int:
 
 def test_the_least_budget_grows_with_the_run_and_the_layer(llama: Source, tmp_path: Path) -> None:
     layer = sum(t.num_elements for name, t in llama.checkpoint.tensors.items() if ".layers.0." in name) * 4
-    assert layer < LayerStream(llama).least_budget(4) < LayerStream(llama).least_budget(64)
+    assert (
+        layer < LayerStream(llama).least_budget(Shape(1, 4)) < LayerStream(llama).least_budget(Shape(1, 64))
+    )
     wide = make_base("llama", tmp_path / "wide", intermediate_size=96)
-    assert LayerStream(wide).least_budget(4) > LayerStream(llama).least_budget(4)
+    assert LayerStream(wide).least_budget(Shape(1, 4)) > LayerStream(llama).least_budget(Shape(1, 4))
 
 
 @pytest.fixture
@@ -269,9 +281,9 @@ def test_a_hollow_model_is_not_used_after_a_failure(llama: Source, tmp_path: Pat
 
     layers, runs = LayerStream(llama), token_runs(5)
     with pytest.raises(RuntimeError, match="enough"):
-        layers.read(runs, fail, device=CPU, budget=BIG, spill=tmp_path)
+        layers.read(batches_of(runs), fail, device=CPU, budget=BIG, spill=tmp_path)
     seen = Collector()
-    layers.read(runs, seen.layer, device=CPU, budget=BIG, spill=tmp_path)
+    layers.read(batches_of(runs), seen.layer, device=CPU, budget=BIG, spill=tmp_path)
     assert len(built) == 2
     assert torch.equal(seen.hidden[2, 0], streamed(llama, runs, tmp_path).hidden[2, 0])
 

@@ -42,6 +42,7 @@ from raymerge.stages.router.prompts import (
 from raymerge.stages.router.streamed_model import (
     Call,
     ParameterFinder,
+    Shape,
     StreamedModel,
     are_alike,
     compute_buffers,
@@ -669,14 +670,14 @@ def test_bytes_of_masks_grow_with_the_square_of_the_run(tmp_path: Path) -> None:
         model = StreamedModel(base, weights)
         with model.opened(CPU):
             for length in (1, 5, 20):
-                found = tensors_of(model.calls(length, CPU))
-                assert model.call_bytes(length) == sum(each.nbytes for each in found)
-            assert model.call_bytes(40) > 3 * model.call_bytes(20)
+                found = tensors_of(model.calls(Shape(1, length), CPU))
+                assert model.call_bytes(Shape(1, length)) == sum(each.nbytes for each in found)
+            assert model.call_bytes(Shape(1, 40)) > 3 * model.call_bytes(Shape(1, 20))
 
 
 def test_states_that_lie_otherwise_in_memory_are_kept_right(tmp_path: Path) -> None:
-    turned = torch.arange(6.0).view(2, 3).T
+    turned = torch.arange(6.0).view(2, 3).T[None]
     for spill in (None, tmp_path):
-        with keep_states([3], 2, spill=spill) as states:
+        with keep_states([Shape(1, 3)], 2, spill=spill) as states:
             states[0] = turned
             assert torch.equal(states[0], turned)

@@ -41,7 +41,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import ExpertPrompts, Source
 from raymerge.stages.router.results import LayerReport, condition_of, gate_report, layer_report
-from raymerge.stages.router.streamed_model import LayerStream
+from raymerge.stages.router.streamed_model import LayerStream, Shape
 from raymerge.stages.router.work import gate_work
 
 STREAMED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge")
@@ -439,7 +439,7 @@ def test_a_check_inputs_no_weights_and_needs_none(llama: Source, tmp_path: Path)
     base = altered(llama, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     LayerStream(base).check()
-    assert LayerStream(base).least_budget(5) > 0
+    assert LayerStream(base).least_budget(Shape(1, 5)) > 0
 
 
 def problems_of(stage_mode: str, base: Source, experts: list[ExpertPrompts]) -> str:

@@ -1,7 +1,7 @@
 """A model with one layer in memory at a time, and the parts before the first.
 
-Every run of tokens goes through a layer before the next layer is read, so that the model may be larger than
-memory. A run is its own sequence, without batch, padding or mask, and independent of other runs.
+Every batch of tokens goes through a layer before the next layer is read, so that the model may be larger
+than memory. Its sequences are of one length, without padding or mask, and independent of each other.
 
 The arithmetic is that of transformers' own modules, so every family of decoders works as it does there.
 
@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import prod
 from os.path import commonpath
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from raymerge.architectures.roles import describe, fused_layout, logical_name, logical_names
 from raymerge.architectures.rules import Role, class_names
@@ -30,16 +30,26 @@ from raymerge.merge_plan.elements import strided
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.router.prompts import TokenRun
 from raymerge.storage.local.store import LocalStore
 
 _PLAIN = (type(None), bool, int, float, str)
 
 
+class Shape(NamedTuple):
+    """Of a batch of sequences of tokens."""
+
+    batch: int
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.length
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     hidden: torch.Tensor
-    """``[1, T, hidden]``."""
+    """``[B, T, hidden]``."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     is_named: bool
@@ -446,19 +456,19 @@ class StreamedModel:
     def width(self) -> int:
         return int(self._calls[0].hidden.shape[-1])
 
-    def least_bytes(self, longest: int) -> int:
-        """Bytes of memory for one run of ``longest`` tokens, without its kept states."""
+    def least_bytes(self, shape: Shape) -> int:
+        """Bytes of memory for one batch of a shape, without its kept states."""
         inside = max(sum(each.nbytes for each in layer) for layer in self._inside)
         every = [*self._outside, *(each for layer in self._inside for each in layer)]
         outside = sum(each.nbytes for each in self._outside)
         loading = max(each.loading_nbytes for each in every)
-        return inside + outside + loading + self.call_bytes(longest) + self._temporaries(every, longest)
+        return inside + outside + loading + self.call_bytes(shape) + self._temporaries(every, shape)
 
-    def call_bytes(self, length: int) -> int:
-        """Bytes of the masks and positions in the layer calls for a run of so many tokens."""
+    def call_bytes(self, shape: Shape) -> int:
+        """Most bytes of the masks and positions in the layer calls for a batch of a shape."""
         tensors = tensors_of(self._calls)
-        sizes = (prod(length if n == _TRIAL else n for n in each.shape) for each in tensors)
-        return sum(n * each.element_size() for n, each in zip(sizes, tensors, strict=True))
+        sizes = (prod(shape.length if n == _TRIAL else n for n in each.shape) for each in tensors)
+        return shape.batch * sum(n * each.element_size() for n, each in zip(sizes, tensors, strict=True))
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[int]:
@@ -470,19 +480,19 @@ class StreamedModel:
             finally:
                 self._decoder.to("meta")
 
-    def embed(self, tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
-        """The input of the first layer, float32 ``[T, hidden]``, and the bytes read for it."""
+    def embed(self, tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
+        """The input of the first layer, float32 ``[B, T, hidden]``, for tokens ``[B, T]`` on the CPU, and the
+        bytes read for it."""
         name = self._embedding_name
-        used = sorted(set(tokens))
-        rows = self._weights.read_rows(name, used).to(device)
+        used = tokens.unique()
+        rows = self._weights.read_rows(name, used.tolist()).to(device)
         nbytes = self._weights.nbytes(name) * len(used) // self._weights.shape(name)[0]
-        hidden = self._run(torch.tensor(tokens, device=device), torch.tensor(used, device=device), rows)
-        return hidden[0].hidden[0], nbytes
+        return self._run(tokens.to(device), used.to(device), rows)[0].hidden, nbytes
 
-    def calls(self, length: int, device: torch.device) -> tuple[Call, ...]:
-        zeros = torch.zeros(length, dtype=torch.int64, device=device)
+    def calls(self, shape: Shape, device: torch.device) -> tuple[Call, ...]:
+        zeros = torch.zeros(shape, dtype=torch.int64, device=device)
         rows = torch.zeros(1, self._embedding.embedding_dim, device=device)
-        return self._run(zeros, zeros[:1], rows)
+        return self._run(zeros, zeros[0, :1], rows)
 
     @contextmanager
     def resident(self, layer: int, device: torch.device) -> Iterator[int]:
@@ -497,8 +507,8 @@ class StreamedModel:
             return_free_memory()
 
     def run(self, layer: int, call: Call, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a resident layer on the hidden states ``[T, hidden]`` of one run. Returns output of the layer,
-        and input of its feed-forward network: both ``[T, hidden]``."""
+        """Run a resident layer on hidden states ``[B, T, hidden]``. Returns output of the layer, and input of
+        its feed-forward network: both ``[B, T, hidden]``."""
         module, seen = self._layers[layer], list[torch.Tensor]()
 
         def listen(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -510,11 +520,11 @@ class StreamedModel:
         hooks = [each.register_forward_pre_hook(listen, with_kwargs=True) for each in pieces]
         try:
             # A copy, as layers may add to what they are given.
-            output = call.make(module, hidden[None].clone())
+            output = call.make(module, hidden.clone())
         finally:
             for hook in hooks:
                 hook.remove()
-        return output[0], seen[0].reshape(hidden.shape)
+        return output, seen[0].reshape(hidden.shape)
 
     def _try(self) -> tuple[Call, ...]:
         """Run the model with random numbers outside its layers; returns the layer calls."""
@@ -546,7 +556,7 @@ class StreamedModel:
         def trial(tokens: torch.Tensor) -> tuple[Call, ...]:
             used = torch.tensor(sorted(set(tokens.tolist())))
             rows = torch.randn(len(used), self._embedding.embedding_dim, generator=numbers)
-            return self._run(tokens, used, rows)
+            return self._run(tokens[None], used, rows)
 
         calls = self._in_either_form(lambda: trial(numbered(3)))
         if not is_chain(calls, self.num_layers):
@@ -579,7 +589,7 @@ class StreamedModel:
         try:
             with torch.no_grad():
                 return recorded(
-                    lambda: self._decoder(input_ids=tokens[None], use_cache=False),
+                    lambda: self._decoder(input_ids=tokens, use_cache=False),
                     self._layers,
                     as_tuple=self._as_tuple,
                 )
@@ -595,12 +605,14 @@ class StreamedModel:
         decoder.load_state_dict(state, assign=True, strict=False)
         return left
 
-    def _temporaries(self, every: Sequence[Parameter], length: int) -> int:
+    def _temporaries(self, every: Sequence[Parameter], shape: Shape) -> int:
         config: Any = self._decoder.config.get_text_config()
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         widest = max(max(each.shape[-2:], default=1) for each in every)
-        per_token = _HIDDEN_COPIES * self.width + _WIDE_COPIES * widest + _ATTENTION_COPIES * heads * length
-        return torch.float32.itemsize * length * per_token
+        per_token = (
+            _HIDDEN_COPIES * self.width + _WIDE_COPIES * widest + _ATTENTION_COPIES * heads * shape.length
+        )
+        return torch.float32.itemsize * shape.num_tokens * per_token
 
     def _refused(self, why: str) -> Problem:
         what = f"transformers' {type(self._decoder).__name__} cannot be run layer by layer: {why}."
@@ -616,48 +628,49 @@ _FILE = "hidden_states.bin"
 
 
 Visit: TypeAlias = "Callable[[int, int, torch.Tensor, torch.Tensor], None]"
-"""Is called with each layer's number, the run's, the layer's input and that of its feed-forward network (and
-so of a router there), both float32 ``[T, hidden]`` on the device; runs in order, for layer after layer."""
+"""Is called with each layer's number, the batch's, the layer's input and that of its feed-forward network
+(and so of a router there), both float32 ``[B, T, hidden]`` on the device; batches in order, for layer after
+layer."""
 
 
-def kept_nbytes(lengths: Sequence[int], width: int) -> int:
-    return sum(lengths) * width * torch.float32.itemsize
+def kept_nbytes(num_tokens: int, width: int) -> int:
+    return num_tokens * width * torch.float32.itemsize
 
 
 class StateFile:
-    """The last hidden states of each run, float32 ``[T, hidden]`` on the CPU, in a file of a store.
+    """The last hidden states of each batch, float32 ``[B, T, hidden]`` on the CPU, in a file of a store.
 
     The file is read and written, not mapped: mapped pages would count as the worker's memory."""
 
-    def __init__(self, lengths: Sequence[int], width: int, store: LocalStore) -> None:
+    def __init__(self, shapes: Sequence[Shape], width: int, store: LocalStore) -> None:
         self._store = store
-        self._shapes = [(length, width) for length in lengths]
-        self._offsets = [0, *accumulate(length * width * torch.float32.itemsize for length in lengths)]
+        self._shapes = [(*shape, width) for shape in shapes]
+        self._offsets = [0, *accumulate(kept_nbytes(shape.num_tokens, width) for shape in shapes)]
 
-    def __setitem__(self, run: int, hidden: torch.Tensor) -> None:
-        self._store.write_at(_FILE, self._offsets[run], hidden.contiguous().numpy().data)
+    def __setitem__(self, batch: int, hidden: torch.Tensor) -> None:
+        self._store.write_at(_FILE, self._offsets[batch], hidden.contiguous().numpy().data)
 
-    def __getitem__(self, run: int) -> torch.Tensor:
-        states = torch.empty(self._shapes[run])
+    def __getitem__(self, batch: int) -> torch.Tensor:
+        states = torch.empty(self._shapes[batch])
         # A flat view of bytes, which is what stores fill.
-        self._store.read_into(_FILE, self._offsets[run], states.view(torch.uint8).view(-1).numpy().data)
+        self._store.read_into(_FILE, self._offsets[batch], states.view(torch.uint8).view(-1).numpy().data)
         return states
 
 
 @contextmanager
 def keep_states(
-    lengths: Sequence[int], width: int, *, spill: Path | None
+    shapes: Sequence[Shape], width: int, *, spill: Path | None
 ) -> Iterator[list[torch.Tensor] | StateFile]:
-    """The last hidden states of each run in memory, or in a temporary file below ``spill``. Raises
+    """The last hidden states of each batch in memory, or in a temporary file below ``spill``. Raises
     OptionError: the filesystem has no room for the file."""
     if spill is None:
-        yield [torch.empty(0)] * len(lengths)
+        yield [torch.empty(0)] * len(shapes)
         return
     store = LocalStore(spill)
     try:
         with store:
-            store.create(_FILE, kept_nbytes(lengths, width))
-            yield StateFile(lengths, width, store)
+            store.create(_FILE, sum(kept_nbytes(shape.num_tokens, width) for shape in shapes))
+            yield StateFile(shapes, width, store)
     finally:
         store.remove(_FILE)
 
@@ -676,14 +689,14 @@ class LayerStream:
         with self._model():
             pass
 
-    def least_budget(self, longest: int) -> int:
-        """Fewest bytes of memory for runs of up to ``longest`` tokens; raises PlanError as ``check``."""
+    def least_budget(self, shape: Shape) -> int:
+        """Fewest bytes of memory for batches of up to this shape; raises PlanError as ``check``."""
         with self._model() as model:
-            return model.least_bytes(longest)
+            return model.least_bytes(shape)
 
     def read(
         self,
-        runs: Sequence[TokenRun],
+        batches: Sequence[torch.Tensor],
         visit: Visit,
         *,
         device: torch.device,
@@ -691,36 +704,36 @@ class LayerStream:
         spill: Path,
         tell: Callable[[int], None] = lambda _: None,
     ) -> int:
-        """Visit the states of every run at every layer, with one layer in memory at a time. ``budget``: bytes
-        of memory to use; states that do not fit go to a file. ``spill``: directory for that file, of this
-        call alone. ``tell``: called after each layer with the bytes read so far; what it raises ends the
-        reading. Returns bytes read."""
-        if not runs:
+        """Visit the states of every batch at every layer, with one layer in memory at a time. ``batches``:
+        tokens, int64 ``[B, T]`` on the CPU. ``budget``: bytes of memory to use; states that do not fit go to
+        a file. ``spill``: directory for that file, of this call alone. ``tell``: called after each layer with
+        the bytes read so far; what it raises ends the reading. Returns bytes read."""
+        if not batches:
             return 0
-        lengths = [len(run.tokens) for run in runs]
+        shapes = [Shape(*each.shape) for each in batches]
         with self._model() as model, _deterministic(), torch.no_grad(), model.opened(device) as read:
-            spare = budget - model.least_bytes(max(lengths))
-            held_nbytes = kept_nbytes(lengths, model.width)
+            spare = budget - max(map(model.least_bytes, set(shapes)))
+            held_nbytes = sum(kept_nbytes(shape.num_tokens, model.width) for shape in shapes)
             in_memory = held_nbytes <= spare
             limit = spare - held_nbytes if in_memory else spare
-            calls: dict[int, tuple[Call, ...]] = {}
-            with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
-                for run, each in enumerate(runs):
-                    hidden, nbytes = model.embed(each.tokens, device)
-                    states[run] = hidden.cpu()
+            calls: dict[Shape, tuple[Call, ...]] = {}
+            with keep_states(shapes, model.width, spill=None if in_memory else spill) as states:
+                for batch, tokens in enumerate(batches):
+                    hidden, nbytes = model.embed(tokens, device)
+                    states[batch] = hidden.cpu()
                     read += nbytes
                 for layer in range(model.num_layers):
                     with model.resident(layer, device) as nbytes:
-                        for run, length in enumerate(lengths):
-                            if length not in calls:
+                        for batch, shape in enumerate(shapes):
+                            if shape not in calls:
                                 # They are made anew where they would take more than there is.
-                                if sum(map(model.call_bytes, (*calls, length))) > limit:
+                                if sum(map(model.call_bytes, (*calls, shape))) > limit:
                                     calls.clear()
-                                calls[length] = model.calls(length, device)
-                            hidden = states[run].to(device)
-                            output, router_input = model.run(layer, calls[length][layer], hidden)
-                            visit(layer, run, hidden, router_input)
-                            states[run] = output.cpu()
+                                calls[shape] = model.calls(shape, device)
+                            hidden = states[batch].to(device)
+                            output, router_input = model.run(layer, calls[shape][layer], hidden)
+                            visit(layer, batch, hidden, router_input)
+                            states[batch] = output.cpu()
                     read += nbytes
                     tell(read)
         return read

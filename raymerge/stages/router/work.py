@@ -48,7 +48,7 @@ from raymerge.stages.router.prompts import (
     tokenized,
 )
 from raymerge.stages.router.results import LayerReport, RowFile, TensorFile, gate_report, layer_report
-from raymerge.stages.router.streamed_model import LayerStream, kept_nbytes
+from raymerge.stages.router.streamed_model import LayerStream, Shape, kept_nbytes
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
 
@@ -69,8 +69,10 @@ class Collector:
     _kept: list[torch.Tensor] = field(default_factory=list)
 
     def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
+        """``hidden`` and ``router_input``: float32 ``[1, T, hidden]``."""
         if layer not in self.spec.layers:
             return
+        hidden, router_input = hidden[0], router_input[0]
         if self._sums is None:
             self._sums = accumulator(self.spec.mode, self.schedule, self.spec.hidden_size, self.device)
             self._kept = [torch.empty(0, self.spec.hidden_size)]
@@ -186,7 +188,7 @@ class StreamedWork(GateWork):
         return (nbytes,) * self.num_units
 
     def least_budget(self) -> int:
-        return self._stream.least_budget(self._schedule.longest) + self._own_nbytes()
+        return self._stream.least_budget(Shape(1, self._schedule.longest)) + self._own_nbytes()
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
         """Bytes of disk: the result, the sums of every unit, and spilled states of units in progress."""
@@ -196,7 +198,7 @@ class StreamedWork(GateWork):
         if len(units) > 1:
             files += sum(self._sums(store, number).nbytes for number in range(len(units)))
         spare = budget - self.least_budget()
-        states = [kept_nbytes([len(reading.run.tokens) for reading in unit], width) for unit in units]
+        states = [kept_nbytes(sum(len(reading.run.tokens) for reading in unit), width) for unit in units]
         return files + sum(sorted((each for each in states if each > spare), reverse=True)[:busy])
 
     def check(self) -> None:
@@ -219,7 +221,7 @@ class StreamedWork(GateWork):
                 sink.create()
                 collector = Collector(self._spec, self._schedule, readings, device, sink.layer)
                 read = self._stream.read(
-                    [reading.run for reading in readings],
+                    [torch.tensor([reading.run.tokens]) for reading in readings],
                     collector.layer,
                     device=device,
                     budget=budget - self._own_nbytes(),
