@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from raymerge.planner.inputs.sources import Source, open_models
 from raymerge.stages.router.prompts import TokenRun
-from raymerge.stages.router.streamed_model import LayerStream
+from raymerge.stages.streamed_model import LayerStream
 
 Seen = dict[tuple[int, int], torch.Tensor]
 

@@ -45,8 +45,8 @@ from raymerge.stages.router.gates import (
     work_nbytes,
 )
 from raymerge.stages.router.prompts import Schedule, TokenRun, Use, make_schedule
-from raymerge.stages.router.streamed_model import LayerStream, Shape, StreamedModel
 from raymerge.stages.router.work import random_rows
+from raymerge.stages.streamed_model import LayerStream, Shape, StreamedModel
 
 LENGTHS = (9, 5, 9, 13)
 CPU = torch.device("cpu")
@@ -202,7 +202,7 @@ SCRIPT = """
 import json, sys
 import torch
 from kits.layer_streams import batches_of, open_base, token_runs
-from raymerge.stages.router.streamed_model import LayerStream, Shape
+from raymerge.stages.streamed_model import LayerStream, Shape
 
 def nothing(*_):
     pass

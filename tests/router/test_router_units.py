@@ -39,7 +39,8 @@ from raymerge.stages.router.prompts import (
     make_schedule,
     tokenized,
 )
-from raymerge.stages.router.streamed_model import (
+from raymerge.stages.router.work import gate_work
+from raymerge.stages.streamed_model import (
     Call,
     ParameterFinder,
     Shape,
@@ -52,7 +53,6 @@ from raymerge.stages.router.streamed_model import (
     state_of,
     tensors_of,
 )
-from raymerge.stages.router.work import gate_work
 
 SEVERAL = 20
 """Tokens of a unit, where a stage is to have several."""

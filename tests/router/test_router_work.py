@@ -41,8 +41,8 @@ from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import ExpertPrompts, Source
 from raymerge.stages.router.results import LayerReport, condition_of, gate_report, layer_report
-from raymerge.stages.router.streamed_model import LayerStream, Shape
 from raymerge.stages.router.work import gate_work
+from raymerge.stages.streamed_model import LayerStream, Shape
 
 STREAMED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge")
 ALL_MODES = (*STREAMED, "cheap_embed", "random", "uniform_random")
@@ -408,7 +408,7 @@ def test_linear_attention_and_convolutions_are_no_state_spaces(tmp_path: Path, n
 
 def test_buffers_that_nothing_computes(llama: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "raymerge.stages.router.streamed_model.compute_buffers", lambda *_, but, **__: [] if but else ["x"]
+        "raymerge.stages.streamed_model.compute_buffers", lambda *_, but, **__: [] if but else ["x"]
     )
     assert "nothing says how to compute its buffers layer 0: x, layer 1: x" in refusal(llama)
 

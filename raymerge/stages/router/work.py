@@ -48,7 +48,7 @@ from raymerge.stages.router.prompts import (
     tokenized,
 )
 from raymerge.stages.router.results import LayerReport, RowFile, TensorFile, gate_report, layer_report
-from raymerge.stages.router.streamed_model import LayerStream, Shape, kept_nbytes
+from raymerge.stages.streamed_model import LayerStream, Shape, kept_nbytes
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
 
