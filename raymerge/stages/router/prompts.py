@@ -7,20 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raymerge.architectures.rules import config_int
-from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.deferred import torch
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source
-from raymerge.storage.temporary import fetched
+from raymerge.stages.texts import load_tokenizer, most_positions, token_ids
 
 MOST_TOKENS = 512
 """Tokens of one piece of a prompt file, its start token included."""
 FEWEST_TOKENS = 16
 """Fewest own tokens for the last of several pieces of a prompt file; a shorter one is dropped."""
-
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-# What configs call the number of tokens that the model reads at once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +35,7 @@ def tokenized(spec: GateSpec) -> tuple[TokenRun, ...]:
 
     Raises PlanError: the base has no tokenizer that can be loaded from its files, or some prompts are
     unusable."""
-    tokenizing = _Tokenizing(spec.base, _load_tokenizer(spec.base))
+    tokenizing = _Tokenizing(spec.base, load_tokenizer(spec.base, instead="use gate_mode: random"))
     runs = [
         run
         for expert, prompts in enumerate((*spec.experts, *spec.shared))
@@ -58,7 +53,7 @@ class _Tokenizing:
         self._tokenizer = tokenizer
         self._begin_text: str = tokenizer.bos_token or ""
         self._begin = self._ids(self._begin_text)
-        self._most = config_int(base.checkpoint.config, _POSITIONS)
+        self._most = most_positions(base)
         pair = base.pair
         self._rows = base.checkpoint.tensors[pair.embedding].shape[0] if pair is not None else None
 
@@ -109,23 +104,7 @@ class _Tokenizing:
         return False
 
     def _ids(self, text: str) -> list[int]:
-        # Not verbose: a long text is meant to be cut.
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _load_tokenizer(base: Source) -> Any:
-    """The tokenizer in the base's own directory; code that comes with the model is not run."""
-    # Slow to import, and only wanted where there are prompts.
-    from transformers import AutoTokenizer
-
-    try:
-        with fetched(base.checkpoint.root, (*base.checkpoint.companions, CONFIG_FILE)) as directory:
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what it raises depends on the class, the files and the libraries installed
-        reason = " ".join(str(error).split())[:160]
-        what = f"transformers cannot load its tokenizer, which the prompts need ({reason})."
-        remedy = "Put the tokenizer's files beside its config.json, or use gate_mode: random."
-        raise PlanError(Problem(base.name, what, remedy)) from error
+        return token_ids(self._tokenizer, text)
 
 
 UNIT_TOKENS = 65_536
