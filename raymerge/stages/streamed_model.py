@@ -5,6 +5,9 @@ than memory. Its sequences are of one length, without padding or mask, and indep
 
 The arithmetic is that of transformers' own modules, so every family of decoders works as it does there.
 
+Codes with scales are decoded to float32 when a layer is loaded. Where logits are asked for, the head comes
+after the layers, some of its rows at a time.
+
 The model is made on the meta device. Module names give its parts and the tensors of each parameter: one
 tensor of the checkpoint by the same name, or many experts' matrices stacked. The arguments of layer calls are
 found by calling the model with layers that only record them."""
@@ -27,7 +30,7 @@ from raymerge.deferred import torch
 from raymerge.device_numerics import return_free_memory
 from raymerge.errors import PlanError, Problem, shortlist
 from raymerge.merge_plan.elements import strided
-from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
+from raymerge.planner.inputs.quantised import USE_PLAIN, quantised_tensors
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.storage.local.store import LocalStore
@@ -83,15 +86,22 @@ def recorded(
         calls.append(Call(hidden, args[1:], kwargs, is_named))
         return (hidden,) if as_tuple else hidden
 
+    with answering(layers, note):
+        run()
+    return tuple(calls)
+
+
+@contextmanager
+def answering(layers: Sequence[torch.nn.Module], answer: Callable[..., Any]) -> Iterator[None]:
+    """Have ``answer`` called in place of each layer."""
     # The modules stay, as models ask them for their attributes.
     for layer in layers:
-        layer.forward = note
+        layer.forward = answer
     try:
-        run()
+        yield
     finally:
         for layer in layers:
             del layer.forward
-    return tuple(calls)
 
 
 def is_chain(calls: Sequence[Call], num_layers: int) -> bool:
@@ -126,13 +136,21 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-NO_PROMPTS_REMEDY = "Use gate_mode: cheap_embed or random, which do not run the base model."
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What a model is run for."""
 
-_NOT_OURS = ("auto_map", "quantization_config")
-# Names code that is not run; and a quantisation, of which no tensor may be left.
+    remedy: str
+    """What to do where it cannot be run layer by layer."""
+    reads_router_inputs: bool = False
+    reads_logits: bool = False
 
 
-def bare_model(base: Source) -> torch.nn.Module:
+_NOT_OURS = ("auto_map", "quantization_config", "output_router_logits")
+# Names code that is not run; a quantisation, of which no tensor is left; and asks for more than is read.
+
+
+def bare_model(base: Source, purpose: Purpose) -> torch.nn.Module:
     """The causal language model of the base's config, on the meta device, for float32.
 
     Attention is the eager one, which every family has and which adds up in one order.
@@ -142,19 +160,19 @@ def bare_model(base: Source) -> torch.nn.Module:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    problems = list(_unfit(base))
+    problems = list(_unfit(base, purpose))
     if base.model_type not in CONFIG_MAPPING:
-        raise PlanError([*problems, _unknown(base)])
+        raise PlanError([*problems, _unknown(base, purpose)])
     config: Any = None
     try:
         stated = base.checkpoint.config.items()
         fields = {key: _decoded(value) for key, value in stated if key not in _NOT_OURS}
         config = CONFIG_MAPPING[base.model_type].from_dict(fields)
     except Exception as error:  # what a config's checks raise depends on its class and version
-        problems.append(_misread(base, error))
+        problems.append(_misread(base, error, purpose))
     if config is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"transformers has no model for causal language of the kind {base.model_type}."
-        problems.append(Problem(base.name, what, NO_PROMPTS_REMEDY))
+        problems.append(Problem(base.name, what, purpose.remedy))
     if problems:
         raise PlanError(problems)
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -164,7 +182,7 @@ def bare_model(base: Source) -> torch.nn.Module:
                 config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
             )
     except Exception as error:  # as above
-        raise PlanError(_misread(base, error)) from error
+        raise PlanError(_misread(base, error, purpose)) from error
     return model.eval()
 
 
@@ -175,29 +193,29 @@ def _decoded(value: Any) -> Any:
     return [_decoded(each) for each in value] if isinstance(value, list) else value
 
 
-def _unfit(base: Source) -> Iterator[Problem]:
+def _unfit(base: Source, purpose: Purpose) -> Iterator[Problem]:
     if base.checkpoint.config.get("is_encoder_decoder"):
-        what = "is an encoder with a decoder; the router's prompts are read by a decoder alone."
-        yield Problem(base.name, what, NO_PROMPTS_REMEDY)
+        what = "is an encoder with a decoder; only a decoder alone is run layer by layer."
+        yield Problem(base.name, what, purpose.remedy)
     weights = quantised_tensors(base.checkpoint)
-    formats = sorted({*stored_formats(weights).values(), *weights.unknown.values()})
-    if formats:
-        what = f"holds tensors that are quantised ({', '.join(formats)}), and prompts cannot be run on codes."
-        yield Problem(base.name, what, USE_PLAIN if weights.unknown else CONVERT_FIRST)
+    yield from weights.faults
+    if weights.unknown:
+        formats = ", ".join(sorted(set(weights.unknown.values())))
+        yield Problem(base.name, f"holds tensors in a format that is not read ({formats}).", USE_PLAIN)
 
 
-def _unknown(base: Source) -> Problem:
+def _unknown(base: Source, purpose: Purpose) -> Problem:
     stated = f"its config says model_type {base.model_type!r}" if base.model_type else "it has no model_type"
     own = "; its own code (auto_map) is not run" if base.checkpoint.config.get("auto_map") else ""
     what = f"{stated}, which the installed transformers does not know{own}."
-    return Problem(base.name, what, f"Install a transformers that has it. {NO_PROMPTS_REMEDY}")
+    return Problem(base.name, what, f"Install a transformers that has it. {purpose.remedy}")
 
 
-def _misread(base: Source, error: Exception) -> Problem:
+def _misread(base: Source, error: Exception, purpose: Purpose) -> Problem:
     names = ", ".join(class_names(base.checkpoint.config)) or base.model_type
     reason = " ".join(str(error).split())[:160]
     what = f"transformers cannot build {names} of its config ({type(error).__name__}: {reason})."
-    return Problem(base.name, what, f"Mend its config.json. {NO_PROMPTS_REMEDY}")
+    return Problem(base.name, what, f"Mend its config.json. {purpose.remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +224,7 @@ class Parameter:
     shape: tuple[int, ...]
     parts: tuple[tuple[str, View | None], ...]
     """Logical tensors and where each lies within the parameter; None for one that is all of it."""
+    has_codes: bool
 
     @property
     def nbytes(self) -> int:
@@ -215,8 +234,9 @@ class Parameter:
     def loading_nbytes(self) -> int:
         """Extra bytes needed while it is loaded."""
         longest = max(prod(view.shape) if view else prod(self.shape) for _, view in self.parts)
-        # The stored numbers, and what an adapter adds; of a stack one matrix in float32 as well.
-        return longest * torch.float32.itemsize * 2
+        # The stored numbers, and what an adapter adds; of a stack one matrix in float32 as well. Codes are
+        # decoded to float32 together with those that they share blocks with.
+        return longest * torch.float32.itemsize * (4 if self.has_codes else 2)
 
     def load(self, weights: Weights, device: torch.device) -> torch.Tensor:
         """float32; raises CheckpointError if it cannot be read."""
@@ -248,17 +268,19 @@ class ParameterFinder:
         for name, tensor in state.items():
             parts = self._parts(f"{path}{name}", tuple(tensor.shape))
             if parts and tensor.is_floating_point():
-                parameters.append(Parameter(name, tuple(tensor.shape), parts))
+                has_codes = any(self._weights.has_codes(logical) for logical, _ in parts)
+                parameters.append(Parameter(name, tuple(tensor.shape), parts, has_codes))
             else:
                 self.absent.append(f"{path}{name}")
         return tuple(parameters)
 
-    def embedding(self, name: str) -> str:
-        """Logical name of the embedding's matrix, whatever its number of rows; "" if it is absent."""
+    def matrix(self, name: str, instead: str = "") -> str:
+        """Logical name of a matrix with a row for each token, whatever their number; ``instead`` if it is
+        absent."""
         logical = (logical_name(full, self._base.rules) for full in self._spellings(name))
-        embedding = next((each for each in logical if each in self._names), "")
-        self.absent += [] if embedding else [name]
-        return embedding
+        matrix = next((each for each in logical if each in self._names), instead)
+        self.absent += [] if matrix else [name]
+        return matrix
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, View | None], ...]:
         for full in self._spellings(name):
@@ -311,7 +333,7 @@ def _feed_forward(base: Source, layer: int, module: torch.nn.Module) -> tuple[st
     return tuple(dict.fromkeys(path.partition("/")[0] for path in paths if path))
 
 
-def _decoder(base: Source, model: Any) -> tuple[Any, str]:
+def _decoder(base: Source, model: Any, purpose: Purpose) -> tuple[Any, str]:
     """The model without its head, and the name of its list of layers.
 
     It is the model's declared decoder, unless that is something else: then the first submodel with the
@@ -328,7 +350,7 @@ def _decoder(base: Source, model: Any) -> tuple[Any, str]:
         if hasattr(each, "get_input_embeddings") and (word in lists or len(lists) == 1):
             return each, word if word in lists else lists[0]
     what = f"its config speaks of {count} layers, and {type(model).__name__} has no one list of as many."
-    raise PlanError(Problem(base.name, what, NO_PROMPTS_REMEDY))
+    raise PlanError(Problem(base.name, what, purpose.remedy))
 
 
 def compute_buffers(
@@ -367,6 +389,33 @@ def _computed(
     return {name: module.get_buffer(name) for name in names}
 
 
+def _path_of(module: torch.nn.Module, model: torch.nn.Module) -> str:
+    """Where a module is in a model, with a dot behind; "" for the model itself."""
+    return next((f"{name}." for name, each in model.named_modules() if each is module and name), "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    model: Any
+    """All of the model: what it does to logits is its own."""
+    linear: torch.nn.Linear
+    matrix: str
+    """Logical name of the weight."""
+    bias: Parameter | None
+
+    def fill(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            self.linear.bias = torch.nn.Parameter(bias, requires_grad=False)
+
+
+_FEWEST_ROWS = 1024
+_ROWS_AT_ONCE = 1024
+_LOGIT_COPIES = 4
+_MOST_LOGITS = 1 << 24
+_READ_NBYTES = 1 << 16
+# Rows of the head in memory, at least, and read at once; logits at once, with all that is made of them; and
+# bytes of the embedding that are read at once for some rows of it.
 _TRIAL = 7
 # Tokens of the trial; a size that nothing else in a model has, so that it is seen what grows with them.
 _ATTENTION_COPIES = 4
@@ -381,27 +430,25 @@ class StreamedModel:
     The constructor tries on random numbers whether the model can be run so. It raises PlanError: all reasons
     why it cannot."""
 
-    def __init__(self, base: Source, weights: Weights) -> None:
+    def __init__(self, base: Source, weights: Weights, purpose: Purpose) -> None:
         self._base = base
         self._weights = weights
-        model: Any = bare_model(base)
-        # Whoever holds the decoder holds the layers; the head goes.
-        self._decoder, self._word = _decoder(base, model)
+        self._purpose = purpose
+        model: Any = bare_model(base, purpose)
+        # Whoever holds the decoder holds the layers; where no logits are asked for the head goes.
+        self._decoder, self._word = _decoder(base, model, purpose)
         self._layers = tuple(self._decoder.get_submodule(self._word))
         self._embedding = self._decoder.get_input_embeddings()
         if not isinstance(self._embedding, torch.nn.Embedding):
             what = f"what takes the tokens in {type(self._decoder).__name__} is no plain embedding."
-            raise PlanError(Problem(base.name, what, NO_PROMPTS_REMEDY))
+            raise PlanError(Problem(base.name, what, purpose.remedy))
         # It means nothing without training, and of the few rows that are in memory it may be none.
         self._embedding.padding_idx = None
-        self._feed_forward = [_feed_forward(base, *each) for each in enumerate(self._layers)]
+        listed = enumerate(self._layers) if purpose.reads_router_inputs else ()
+        self._feed_forward = [_feed_forward(base, *each) for each in listed]
         finder = ParameterFinder(base, weights, f"{model.base_model_prefix}.")
-        self._find(
-            finder,
-            next(
-                (f"{name}." for name, module in model.named_modules() if module is self._decoder and name), ""
-            ),
-        )
+        self._find(finder, _path_of(self._decoder, model))
+        self._head = self._find_head(finder, model) if purpose.reads_logits else None
         if problems := list(self._unreadable(finder.absent, type(model).__name__)):
             raise PlanError(problems)
         self._as_tuple = False
@@ -410,7 +457,7 @@ class StreamedModel:
     def _find(self, finder: ParameterFinder, path: str) -> None:
         """Find in the checkpoint what the decoder at ``path`` has; names are those within their module."""
         inner = next(name for name, module in self._decoder.named_modules() if module is self._embedding)
-        self._embedding_name = finder.embedding(f"{path}{inner}.weight")
+        self._embedding_name = finder.matrix(f"{path}{inner}.weight")
         self._inside = tuple(
             finder.find(f"{path}{self._word}.{number}.", layer.state_dict())
             for number, layer in enumerate(self._layers)
@@ -422,6 +469,21 @@ class StreamedModel:
             and self._decoder.get_submodule(name.rpartition(".")[0]) is not self._embedding
         }
         self._outside = finder.find(path, outside)
+
+    def _find_head(self, finder: ParameterFinder, model: Any) -> _Head:
+        linear = model.get_output_embeddings()
+        if not isinstance(linear, torch.nn.Linear):
+            raise PlanError(self._refused("its head is no matrix with a row for each token"))
+        path = _path_of(linear, model)
+        # A stored head counts, though the config ties it: so does transformers.
+        pair = self._base.pair
+        stored = logical_name(pair.head, self._base.rules) if pair is not None else ""
+        instead = stored if stored in self._weights.names() else ""
+        if linear.weight is self._embedding.weight:
+            instead = instead or self._embedding_name
+        matrix = finder.matrix(f"{path}weight", instead)
+        bias = () if linear.bias is None else finder.find(path, {"bias": linear.bias})
+        return _Head(model, linear, matrix, bias[0] if bias else None)
 
     def _unreadable(self, absent: Sequence[str], architecture: str) -> Iterator[Problem]:
         """All reasons why the checkpoint cannot be read layer by layer."""
@@ -441,11 +503,11 @@ class StreamedModel:
         for reason, layers in reasons.items():
             if layers:
                 what = f"layers {reason}: {', '.join(map(str, layers))}."
-                yield Problem(self._base.name, what, NO_PROMPTS_REMEDY)
+                yield Problem(self._base.name, what, self._purpose.remedy)
         if absent:
             what = f"{len(absent)} tensors of {architecture} are not in it by name and shape: "
             what += f"{shortlist(absent)}."
-            remedy = f"Save it with transformers' save_pretrained and name the result. {NO_PROMPTS_REMEDY}"
+            remedy = f"Save it with transformers' save_pretrained and name the result. {self._purpose.remedy}"
             yield Problem(self._base.name, what, remedy)
 
     @property
@@ -456,13 +518,18 @@ class StreamedModel:
     def width(self) -> int:
         return int(self._calls[0].hidden.shape[-1])
 
+    @property
+    def outside_bytes(self) -> int:
+        return sum(each.nbytes for each in self._outside)
+
     def least_bytes(self, shape: Shape) -> int:
         """Bytes of memory for one batch of a shape, without its kept states."""
         inside = max(sum(each.nbytes for each in layer) for layer in self._inside)
         every = [*self._outside, *(each for layer in self._inside for each in layer)]
-        outside = sum(each.nbytes for each in self._outside)
         loading = max(each.loading_nbytes for each in every)
-        return inside + outside + loading + self.call_bytes(shape) + self._temporaries(every, shape)
+        layer = inside + loading + self.call_bytes(shape) + self._temporaries(every, shape)
+        head = 0 if self._head is None else self.head_bytes(shape, min(_FEWEST_ROWS, self.num_rows))
+        return self.outside_bytes + max(layer, head)
 
     def call_bytes(self, shape: Shape) -> int:
         """Most bytes of the masks and positions in the layer calls for a batch of a shape."""
@@ -484,9 +551,10 @@ class StreamedModel:
         """The input of the first layer, float32 ``[B, T, hidden]``, for tokens ``[B, T]`` on the CPU, and the
         bytes read for it."""
         name = self._embedding_name
-        used = tokens.unique()
-        rows = self._weights.read_rows(name, used.tolist()).to(device)
-        nbytes = self._weights.nbytes(name) * len(used) // self._weights.shape(name)[0]
+        used, height = torch.unique(tokens), self._weights.shape(name)[0]
+        at_once = max(1, _READ_NBYTES * height // self._weights.nbytes(name))
+        rows = self._weights.read_rows(name, used.tolist(), at_once=at_once).to(device)
+        nbytes = self._weights.nbytes(name) * len(used) // height
         return self._run(tokens.to(device), used.to(device), rows)[0].hidden, nbytes
 
     def calls(self, shape: Shape, device: torch.device) -> tuple[Call, ...]:
@@ -508,7 +576,7 @@ class StreamedModel:
 
     def run(self, layer: int, call: Call, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a resident layer on hidden states ``[B, T, hidden]``. Returns output of the layer, and input of
-        its feed-forward network: both ``[B, T, hidden]``."""
+        its feed-forward network: both ``[B, T, hidden]``, the latter empty where it is not read."""
         module, seen = self._layers[layer], list[torch.Tensor]()
 
         def listen(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -516,7 +584,8 @@ class StreamedModel:
             if not seen:
                 seen.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
 
-        pieces = [module.get_submodule(path) for path in self._feed_forward[layer]]
+        paths = self._feed_forward[layer] if self._feed_forward else ()
+        pieces = [module.get_submodule(path) for path in paths]
         hooks = [each.register_forward_pre_hook(listen, with_kwargs=True) for each in pieces]
         try:
             # A copy, as layers may add to what they are given.
@@ -524,7 +593,60 @@ class StreamedModel:
         finally:
             for hook in hooks:
                 hook.remove()
-        return output, seen[0].reshape(hidden.shape)
+        return output, seen[0].reshape(hidden.shape) if pieces else hidden[:0]
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the head tells apart."""
+        return self._weights.shape(self._need_head().matrix)[0]
+
+    def head_bytes(self, shape: Shape, rows: int) -> int:
+        """Bytes of memory for some rows of the head and their logits of one batch."""
+        head = self._need_head()
+        height, width = self._weights.shape(head.matrix)
+        # The rows and, while they are read, what is stored; all of a matrix that is not read by rows.
+        loading = rows if self._weights.reads_rows(head.matrix) else 4 * height
+        logits = shape.num_tokens * (_LOGIT_COPIES * rows + _HIDDEN_COPIES * self.width)
+        matrices = (rows + loading) * width + (0 if head.bias is None else 2 * height)
+        return torch.float32.itemsize * (logits + matrices) + self.call_bytes(shape)
+
+    def most_rows(self, shape: Shape, room: int) -> int:
+        """Rows of the head to have in memory for batches of a shape: as many as fit, and few enough for
+        caches."""
+        one = self.head_bytes(shape, 1) - self.head_bytes(shape, 0)
+        fitting = (room - self.head_bytes(shape, 0)) // one
+        fewest = min(_FEWEST_ROWS, self.num_rows)
+        return max(fewest, min(self.num_rows, fitting, _MOST_LOGITS // shape.num_tokens))
+
+    @contextmanager
+    def head_rows(self, rows: range, device: torch.device) -> Iterator[int]:
+        """Have some rows of the head in memory; gives the bytes read for them."""
+        head, matrix = self._need_head(), self._need_head().matrix
+        if len(rows) == self.num_rows:
+            weight = self._weights.load(matrix, device=device)
+        else:
+            weight = self._weights.read_rows(matrix, rows, at_once=_ROWS_AT_ONCE).to(device)
+        bias = None if head.bias is None else head.bias.load(self._weights, device)[rows.start : rows.stop]
+        head.fill(weight, bias)
+        try:
+            yield self._weights.nbytes(matrix) * len(rows) // self.num_rows
+        finally:
+            head.linear.to("meta")
+            return_free_memory()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the rows of the head that are in memory, for the last layer's output ``[B, T, hidden]``: float32
+        ``[B, T, rows]``."""
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        rows = torch.zeros(1, self._embedding.embedding_dim, device=hidden.device)
+        answer = (hidden,) if self._as_tuple else hidden
+        with self._embedded(tokens[0, :1], rows), answering(self._layers, lambda *_, **__: answer):
+            output: torch.Tensor = self._need_head().model(input_ids=tokens, use_cache=False).logits
+        return output.float()
+
+    def _need_head(self) -> _Head:
+        assert self._head is not None
+        return self._head
 
     def _try(self) -> tuple[Call, ...]:
         """Run the model with random numbers outside its layers; returns the layer calls."""
@@ -539,7 +661,10 @@ class StreamedModel:
         if left:
             raise PlanError(self._refused(f"nothing says how to compute its buffers {', '.join(left[:3])}"))
         try:
-            return self._tried(numbers)
+            calls = self._tried(numbers)
+            if self._head is not None:
+                self._try_head(self._head, calls[0].hidden.shape[-1], numbers)
+            return calls
         except Exception as error:
             if isinstance(error, PlanError):
                 raise
@@ -580,7 +705,31 @@ class StreamedModel:
         self._as_tuple = True
         return trial()
 
+    def _try_head(self, head: _Head, width: int, numbers: torch.Generator) -> None:
+        """Whether logits of some rows of the head are those of all of them."""
+        hidden = torch.randn(1, _TRIAL, width, generator=numbers)
+        weight = torch.randn(_TRIAL, head.linear.in_features, generator=numbers)
+        bias = None if head.linear.bias is None else torch.randn(_TRIAL, generator=numbers)
+        made = []
+        for rows in (slice(None), slice(0, 3), slice(3, None)):
+            head.fill(weight[rows], None if bias is None else bias[rows])
+            made.append(self.logits(hidden))
+        head.linear.to("meta")
+        whole, parts = made[0], torch.cat(made[1:], dim=-1)
+        if whole.shape != parts.shape or not torch.allclose(whole, parts, rtol=1e-4, atol=1e-5):
+            raise PlanError(self._refused("its logits are no function of one row of its head each"))
+
     def _run(self, tokens: torch.Tensor, used: torch.Tensor, rows: torch.Tensor) -> tuple[Call, ...]:
+        with self._embedded(used, rows):
+            return recorded(
+                lambda: self._decoder(input_ids=tokens, use_cache=False),
+                self._layers,
+                as_tuple=self._as_tuple,
+            )
+
+    @contextmanager
+    def _embedded(self, used: torch.Tensor, rows: torch.Tensor) -> Iterator[None]:
+        """Have the rows of some tokens in memory, in rising order."""
         embedding = self._embedding
         embedding.weight = torch.nn.Parameter(rows, requires_grad=False)
         hook = embedding.register_forward_pre_hook(
@@ -588,11 +737,7 @@ class StreamedModel:
         )
         try:
             with torch.no_grad():
-                return recorded(
-                    lambda: self._decoder(input_ids=tokens, use_cache=False),
-                    self._layers,
-                    as_tuple=self._as_tuple,
-                )
+                yield
         finally:
             hook.remove()
             embedding.weight = torch.nn.Parameter(rows.to("meta"), requires_grad=False)
@@ -616,7 +761,7 @@ class StreamedModel:
 
     def _refused(self, why: str) -> Problem:
         what = f"transformers' {type(self._decoder).__name__} cannot be run layer by layer: {why}."
-        return Problem(self._base.name, what, NO_PROMPTS_REMEDY)
+        return Problem(self._base.name, what, self._purpose.remedy)
 
 
 def _random(shape: tuple[int, ...], numbers: torch.Generator) -> torch.Tensor:
@@ -631,6 +776,12 @@ Visit: TypeAlias = "Callable[[int, int, torch.Tensor, torch.Tensor], None]"
 """Is called with each layer's number, the batch's, the layer's input and that of its feed-forward network
 (and so of a router there), both float32 ``[B, T, hidden]`` on the device; batches in order, for layer after
 layer."""
+
+
+States: TypeAlias = "list[torch.Tensor] | StateFile"
+"""The hidden states of each batch, float32 ``[B, T, hidden]`` on the CPU."""
+Finish: TypeAlias = "Callable[[StreamedModel, States, int], int]"
+"""Is called with the model, the last layer's outputs and the bytes of memory to use; returns bytes read."""
 
 
 def kept_nbytes(num_tokens: int, width: int) -> int:
@@ -658,9 +809,7 @@ class StateFile:
 
 
 @contextmanager
-def keep_states(
-    shapes: Sequence[Shape], width: int, *, spill: Path | None
-) -> Iterator[list[torch.Tensor] | StateFile]:
+def keep_states(shapes: Sequence[Shape], width: int, *, spill: Path | None) -> Iterator[States]:
     """The last hidden states of each batch in memory, or in a temporary file below ``spill``. Raises
     OptionError: the filesystem has no room for the file."""
     if spill is None:
@@ -680,14 +829,20 @@ class LayerStream:
 
     Its model on the meta device is built at first use, and kept."""
 
-    def __init__(self, base: Source) -> None:
+    def __init__(self, base: Source, purpose: Purpose) -> None:
         self._base = base
+        self._purpose = purpose
         self._spare: StreamedModel | None = None
 
     def check(self) -> None:
         """Raises PlanError: it cannot be streamed, with all reasons; tried on a few random numbers."""
         with self._model():
             pass
+
+    def num_layers(self) -> int:
+        """Raises PlanError as ``check``."""
+        with self._model() as model:
+            return model.num_layers
 
     def least_budget(self, shape: Shape) -> int:
         """Fewest bytes of memory for batches of up to this shape; raises PlanError as ``check``."""
@@ -703,11 +858,13 @@ class LayerStream:
         budget: int,
         spill: Path,
         tell: Callable[[int], None] = lambda _: None,
+        finish: Finish = lambda *_: 0,
     ) -> int:
         """Visit the states of every batch at every layer, with one layer in memory at a time. ``batches``:
         tokens, int64 ``[B, T]`` on the CPU. ``budget``: bytes of memory to use; states that do not fit go to
         a file. ``spill``: directory for that file, of this call alone. ``tell``: called after each layer with
-        the bytes read so far; what it raises ends the reading. Returns bytes read."""
+        the bytes read so far; what it raises ends the reading. ``finish``:
+        called once, after the last layer. Returns bytes read."""
         if not batches:
             return 0
         shapes = [Shape(*each.shape) for each in batches]
@@ -736,7 +893,9 @@ class LayerStream:
                             states[batch] = output.cpu()
                     read += nbytes
                     tell(read)
-        return read
+                calls.clear()
+                room = budget - model.outside_bytes - (held_nbytes if in_memory else 0)
+                return read + finish(model, states, room)
 
     @contextmanager
     def _model(self) -> Iterator[StreamedModel]:
@@ -744,7 +903,7 @@ class LayerStream:
         model, self._spare = self._spare, None
         if model is None:
             with Weights(self._base) as weights:
-                model = StreamedModel(self._base, weights)
+                model = StreamedModel(self._base, weights, self._purpose)
         yield model
         self._spare = model
 

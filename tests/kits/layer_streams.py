@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from raymerge.planner.inputs.sources import Source, open_models
 from raymerge.stages.router.prompts import TokenRun
+from raymerge.stages.router.work import PROMPTS
 from raymerge.stages.streamed_model import LayerStream
 
 Seen = dict[tuple[int, int], torch.Tensor]
@@ -68,7 +69,7 @@ def batches_of(runs: Sequence[TokenRun]) -> list[torch.Tensor]:
 def streamed(base: Source, runs: Sequence[TokenRun], spill: Path, *, budget: int = BIG) -> Collector:
     seen = Collector()
     device = torch.device("cpu")
-    LayerStream(base).read(batches_of(runs), seen.layer, device=device, budget=budget, spill=spill)
+    LayerStream(base, PROMPTS).read(batches_of(runs), seen.layer, device=device, budget=budget, spill=spill)
     return seen
 
 

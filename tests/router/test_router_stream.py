@@ -45,7 +45,7 @@ from raymerge.stages.router.gates import (
     work_nbytes,
 )
 from raymerge.stages.router.prompts import Schedule, TokenRun, Use, make_schedule
-from raymerge.stages.router.work import random_rows
+from raymerge.stages.router.work import PROMPTS, random_rows
 from raymerge.stages.streamed_model import LayerStream, Shape, StreamedModel
 
 LENGTHS = (9, 5, 9, 13)
@@ -125,7 +125,7 @@ def test_a_small_budget_changes_nothing_and_leaves_no_file(llama: Source, tmp_pa
         watched.extend(path.stat().st_size for path in (tmp_path / "small").iterdir())
         small.layer(layer, run, hidden, router_input)
 
-    LayerStream(llama).read(batches_of(runs), watch, device=CPU, budget=0, spill=tmp_path / "small")
+    LayerStream(llama, PROMPTS).read(batches_of(runs), watch, device=CPU, budget=0, spill=tmp_path / "small")
     assert set(watched) == {sum(LENGTHS) * 32 * 4}
     assert not list((tmp_path / "small").iterdir())
     assert all(torch.equal(small.hidden[place], state) for place, state in large.hidden.items())
@@ -136,7 +136,9 @@ def test_bytes_read_are_those_of_layers_and_used_rows(llama: Source, tmp_path: P
     layers = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers." in name)
     norm = tensors["model.norm.weight"].nbytes
     batches = [torch.tensor([[7, 8, 7]]), torch.tensor([[9]])]
-    read = LayerStream(llama).read(batches, Collector().layer, device=CPU, budget=BIG, spill=tmp_path)
+    read = LayerStream(llama, PROMPTS).read(
+        batches, Collector().layer, device=CPU, budget=BIG, spill=tmp_path
+    )
     assert read == layers + norm + 3 * 32 * 4
 
 
@@ -147,7 +149,7 @@ def test_settings_of_torch_are_put_back(llama: Source, tmp_path: Path) -> None:
     def look(*_: object) -> None:
         within.append((cudnn.deterministic, torch.is_grad_enabled()))
 
-    LayerStream(llama).read(batches_of(token_runs(2)), look, device=CPU, budget=BIG, spill=tmp_path)
+    LayerStream(llama, PROMPTS).read(batches_of(token_runs(2)), look, device=CPU, budget=BIG, spill=tmp_path)
     assert set(within) == {(True, False)}
     assert cudnn.deterministic == before
     assert torch.is_grad_enabled()
@@ -202,6 +204,7 @@ SCRIPT = """
 import json, sys
 import torch
 from kits.layer_streams import batches_of, open_base, token_runs
+from raymerge.stages.router.work import PROMPTS
 from raymerge.stages.streamed_model import LayerStream, Shape
 
 def nothing(*_):
@@ -216,12 +219,12 @@ small, large, spill = sys.argv[1:]
 batches = batches_of(token_runs(*[100] * 16))
 device = torch.device("cpu")
 # What is imported on the way is not what is measured.
-LayerStream(open_base(small)).read(batches[:1], nothing, device=device, budget=0, spill=spill)
+LayerStream(open_base(small), PROMPTS).read(batches[:1], nothing, device=device, budget=0, spill=spill)
 base = open_base(large)
-least = LayerStream(base).least_budget(Shape(1, 100))
+least = LayerStream(base, PROMPTS).least_budget(Shape(1, 100))
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-LayerStream(base).read(batches, nothing, device=device, budget=least, spill=spill)
+LayerStream(base, PROMPTS).read(batches, nothing, device=device, budget=least, spill=spill)
 print(json.dumps({"least": least, "grown": status("VmHWM") - before}))
 """
 
@@ -254,11 +257,12 @@ def _write_large(root: Path, config: dict[str, Any]) -> int:
 
 def test_the_least_budget_grows_with_the_run_and_the_layer(llama: Source, tmp_path: Path) -> None:
     layer = sum(t.num_elements for name, t in llama.checkpoint.tensors.items() if ".layers.0." in name) * 4
-    assert (
-        layer < LayerStream(llama).least_budget(Shape(1, 4)) < LayerStream(llama).least_budget(Shape(1, 64))
-    )
     wide = make_base("llama", tmp_path / "wide", intermediate_size=96)
-    assert LayerStream(wide).least_budget(Shape(1, 4)) > LayerStream(llama).least_budget(Shape(1, 4))
+    narrow, wider = LayerStream(llama, PROMPTS), LayerStream(wide, PROMPTS)
+    short, long = Shape(1, 4), Shape(1, 64)
+    assert layer < narrow.least_budget(short) < narrow.least_budget(long)
+    assert narrow.least_budget(short) < wider.least_budget(short)
+    assert narrow.least_budget(short) < narrow.least_budget(Shape(3, 4))
 
 
 @pytest.fixture
@@ -279,7 +283,7 @@ def test_a_hollow_model_is_not_used_after_a_failure(llama: Source, tmp_path: Pat
     def fail(*_: object) -> None:
         raise RuntimeError("enough")
 
-    layers, runs = LayerStream(llama), token_runs(5)
+    layers, runs = LayerStream(llama, PROMPTS), token_runs(5)
     with pytest.raises(RuntimeError, match="enough"):
         layers.read(batches_of(runs), fail, device=CPU, budget=BIG, spill=tmp_path)
     seen = Collector()

@@ -39,7 +39,7 @@ from raymerge.stages.router.prompts import (
     make_schedule,
     tokenized,
 )
-from raymerge.stages.router.work import gate_work
+from raymerge.stages.router.work import PROMPTS, gate_work
 from raymerge.stages.streamed_model import (
     Call,
     ParameterFinder,
@@ -650,7 +650,7 @@ def test_stacked_experts_from_tensors_of_their_own(tmp_path: Path) -> None:
 def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
     base = make_base("gemma3_text", tmp_path / "model")
     with Weights(base) as weights:
-        model = StreamedModel(base, weights)
+        model = StreamedModel(base, weights, PROMPTS)
         layers, outside = model._layers, model._decoder.norm.weight
         with model.opened(CPU):
             assert not model._decoder.norm.weight.is_meta
@@ -667,7 +667,7 @@ def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
 def test_bytes_of_masks_grow_with_the_square_of_the_run(tmp_path: Path) -> None:
     base = make_base("gemma3_text", tmp_path / "model")
     with Weights(base) as weights:
-        model = StreamedModel(base, weights)
+        model = StreamedModel(base, weights, PROMPTS)
         with model.opened(CPU):
             for length in (1, 5, 20):
                 found = tensors_of(model.calls(Shape(1, length), CPU))

@@ -30,7 +30,7 @@ from kits.gate_stages import (
     three_experts,
     tokens_of,
 )
-from kits.layer_streams import KINDS, altered, make_base, open_base
+from kits.layer_streams import KINDS, altered, make_base, open_base, streamed, token_runs
 from kits.marks import slow_but
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -41,7 +41,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import ExpertPrompts, Source
 from raymerge.stages.router.results import LayerReport, condition_of, gate_report, layer_report
-from raymerge.stages.router.work import gate_work
+from raymerge.stages.router.work import PROMPTS, gate_work
 from raymerge.stages.streamed_model import LayerStream, Shape
 
 STREAMED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge")
@@ -320,7 +320,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
 def refusal(base: Source) -> str:
     """Why a base is not streamed."""
     with pytest.raises(PlanError) as caught:
-        LayerStream(base).check()
+        LayerStream(base, PROMPTS).check()
     assert all(problem.where == base.name and problem.remedy for problem in caught.value.problems)
     return str(caught.value)
 
@@ -334,7 +334,7 @@ def test_a_family_that_transformers_does_not_know(llama: Source, tmp_path: Path)
 
 def test_code_beside_a_known_family_is_not_run(llama: Source, tmp_path: Path) -> None:
     own = {"AutoModelForCausalLM": "modeling_own.Model", "AutoConfig": "modeling_own.Config"}
-    LayerStream(altered(llama, tmp_path / "own", auto_map=own)).check()
+    LayerStream(altered(llama, tmp_path / "own", auto_map=own), PROMPTS).check()
 
 
 def test_a_config_that_cannot_be_built(llama: Source, tmp_path: Path) -> None:
@@ -351,13 +351,27 @@ def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
     assert "no model for causal language of the kind t5" in said
 
 
-def test_quantised_tensors(llama: Source, tmp_path: Path) -> None:
+def test_codes_are_read_as_the_numbers_that_they_stand_for(llama: Source, tmp_path: Path) -> None:
     state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
-    state[name] = state[name].to(torch.float8_e4m3fn)
-    state[f"{name}_scale_inv"] = torch.ones(1, 1)
-    base = altered(llama, tmp_path / "fp8", state, quantization_config={"quant_method": "fp8"})
-    assert "holds tensors that are quantised" in refusal(base)
+    codes = (state[name] * 4).to(torch.float8_e4m3fn)
+    scaled = {**state, name: codes, f"{name}_scale_inv": torch.full((1, 1), 0.25)}
+    base = altered(llama, tmp_path / "fp8", scaled, quantization_config={"quant_method": "fp8"})
+    numbers = altered(llama, tmp_path / "numbers", {**state, name: codes.float() / 4})
+    seen, expected = (streamed(each, token_runs(6), tmp_path) for each in (base, numbers))
+    assert all(torch.equal(seen.hidden[place], there) for place, there in expected.hidden.items())
+
+
+def test_codes_of_a_format_that_is_not_read(llama: Source, tmp_path: Path) -> None:
+    state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
+    module = "model.layers.0.mlp.up_proj"
+    del state[f"{module}.weight"]
+    state |= {
+        f"{module}.qweight": torch.ones(4, 48, dtype=torch.int32),
+        f"{module}.scales": torch.ones(1, 48),
+    }
+    base = altered(llama, tmp_path / "codes", state, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "holds tensors in a format that is not read (" in refusal(base)
 
 
 def test_tensors_that_are_not_there_or_of_another_shape(llama: Source, tmp_path: Path) -> None:
@@ -403,7 +417,7 @@ def test_state_spaces_whose_memory_is_not_known(tmp_path: Path, name: str, layer
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "minimax"])
 def test_linear_attention_and_convolutions_are_no_state_spaces(tmp_path: Path, name: str) -> None:
-    LayerStream(make_base(name, tmp_path / "model")).check()
+    LayerStream(make_base(name, tmp_path / "model"), PROMPTS).check()
 
 
 def test_buffers_that_nothing_computes(llama: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +433,7 @@ def test_a_family_that_looks_for_special_tokens(
 ) -> None:
     """Calls are found with zeros, so layers must not be called otherwise with them, or with padding."""
     base = altered(llama, tmp_path / "model", pad_token_id=padding)
-    LayerStream(base).check()
+    LayerStream(base, PROMPTS).check()
     forward = LlamaModel.forward
 
     def looking(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
@@ -438,8 +452,8 @@ def test_a_file_of_tensors_is_no_model(tmp_path: Path) -> None:
 def test_a_check_inputs_no_weights_and_needs_none(llama: Source, tmp_path: Path) -> None:
     base = altered(llama, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
-    LayerStream(base).check()
-    assert LayerStream(base).least_budget(Shape(1, 5)) > 0
+    LayerStream(base, PROMPTS).check()
+    assert LayerStream(base, PROMPTS).least_budget(Shape(1, 5)) > 0
 
 
 def problems_of(stage_mode: str, base: Source, experts: list[ExpertPrompts]) -> str:

@@ -48,7 +48,7 @@ from raymerge.stages.router.prompts import (
     tokenized,
 )
 from raymerge.stages.router.results import LayerReport, RowFile, TensorFile, gate_report, layer_report
-from raymerge.stages.streamed_model import LayerStream, Shape, kept_nbytes
+from raymerge.stages.streamed_model import LayerStream, Purpose, Shape, kept_nbytes
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
 
@@ -165,6 +165,11 @@ class GateWork:
             raise PlanError(problems)
 
 
+PROMPTS = Purpose(
+    "Use gate_mode: cheap_embed or random, which do not run the base model.", reads_router_inputs=True
+)
+
+
 class StreamedWork(GateWork):
     """Units of texts, which the base reads layer by layer.
 
@@ -173,7 +178,7 @@ class StreamedWork(GateWork):
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
         super().__init__(stage, spec)
-        self._stream = LayerStream(spec.base)
+        self._stream = LayerStream(spec.base, PROMPTS)
 
     @property
     def num_units(self) -> int:
