@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from raymerge.api import conversion as conversion
     from raymerge.api import diagnose as diagnose
     from raymerge.api import diff as diff
+    from raymerge.api import evaluate as evaluate
     from raymerge.api import extract_lora as extract_lora
     from raymerge.api import inspect as inspect
     from raymerge.api import merge_adapters as merge_adapters
@@ -42,6 +43,7 @@ __all__ = [
     "conversion",
     "diagnose",
     "diff",
+    "evaluate",
     "extract_lora",
     "inspect",
     "merge_adapters",

@@ -16,6 +16,7 @@ import yaml
 
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
+from raymerge.deferred import torch
 from raymerge.diagnosis.check import Check
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
@@ -27,7 +28,7 @@ from raymerge.lora.writer import Combination, Extraction, ModuleReport, output_d
 from raymerge.merge_plan.joint import with_tables_of
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import open_reference
+from raymerge.planner.inputs.sources import Source, open_reference, source_of, with_adapter
 from raymerge.planner.inputs.training_run import run_files
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
@@ -75,8 +76,11 @@ from raymerge.runtime.driver.tensor_stream import TensorStream
 from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
+from raymerge.stages.loss import Evaluation, Evaluator, OnLayer
+from raymerge.stages.texts import TextReader
 from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_remote, join, shown
 from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup, open_store, resolve_source
+from raymerge.storage.temporary import OwnDirectory
 from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, copy_to_load, load_checkpoint
@@ -211,6 +215,66 @@ def _reported(
         return run.carry_out(pool)
 
 
+def evaluate(
+    model: str | Path,
+    texts: Sequence[str | Path],
+    *,
+    length: int | None = None,
+    tokens: int | None = None,
+    memory: int | None = None,
+    threads: int | None = None,
+    scratch: str | None = None,
+    on_layer: OnLayer = lambda *_: None,
+) -> Evaluation:
+    """How well a model predicts texts, or what assistants say in conversations (``.jsonl``): the mean of
+    -log p(token), in nats, computed in float32 on the CPU with one layer in memory at a time.
+
+    Args:
+        model: a directory, Hub name or address, with an adapter on it if ``+`` and its place follow.
+        texts: files, UTF-8.
+        length: tokens of a window; None for 512, or what the model reads at once if that is less.
+        tokens: most tokens of each file that are judged, from its start.
+        memory: bytes; None for half of what is free. Hidden states that do not fit go to a file.
+        threads: threads that compute; None for torch's.
+        scratch: directory for that file; None for the system's.
+        on_layer: called after each layer with the number of layers that are done, and of all.
+
+    Raises:
+        CheckpointError: the model is absent, broken or unsupported.
+        PlanError: it cannot be run layer by layer, has no tokenizer, or a file has nothing to judge.
+        OptionError: an option is invalid, or the memory too little for a layer.
+        NonFiniteError: the model computes NaN or infinity; which layer does."""
+    if not texts:
+        raise OptionError(Problem("--texts", "there is no file.", "Name one or more."))
+    source = _opened_source(model)
+    reader = TextReader(source, length=length, num_tokens=tokens)
+    budget = free_memory() // 2 if memory is None else memory
+    with _torch_threads(threads), OwnDirectory(scratch) as spill:
+        evaluator = Evaluator(reader.read([str(path) for path in texts]), budget=budget, spill=spill)
+        losses = evaluator.losses(source, on_layer=on_layer)
+    return Evaluation(source.name, reader.length, losses)
+
+
+@contextmanager
+def _torch_threads(threads: int | None) -> Iterator[None]:
+    if threads is not None and threads < 1:
+        what = f"{threads} threads cannot compute anything."
+        raise OptionError(Problem("--threads", what, "Give 1 or more, or leave it out."))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _opened_source(path: str | Path) -> Source:
+    reference = parsed_model(str(path))
+    checkpoint = open_reference(reference)
+    # Its options say where it is found, and not which it is.
+    return with_adapter(source_of(0, reference, replace(checkpoint, name=shown(checkpoint.name))))
+
+
 def inspect(path: str | Path) -> Inspection:
     """The contents of a directory or Hub model (with or without revision), from headers. Raises
     CheckpointError if it is absent, broken or unsupported."""
@@ -234,6 +298,7 @@ __all__ = [
     "ChunksResult",
     "Combination",
     "Comparison",
+    "Evaluation",
     "ExtractOptions",
     "Extraction",
     "Inspection",
@@ -257,6 +322,7 @@ __all__ = [
     "conversion",
     "diagnose",
     "diff",
+    "evaluate",
     "extract_lora",
     "inspect",
     "is_sweep",

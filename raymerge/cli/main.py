@@ -17,6 +17,7 @@ from raymerge.cli.completion import completion, prepare
 from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
 from raymerge.cli.doctor import doctor
+from raymerge.cli.evaluate import evaluate
 from raymerge.cli.init import init
 from raymerge.cli.inspect import inspect
 from raymerge.cli.mergekit import Verbs, command_class
@@ -66,6 +67,7 @@ def make_app() -> typer.Typer:
         report,
         verify,
         diff,
+        evaluate,
         inspect,
         methods,
         extract_lora,

@@ -570,11 +570,8 @@ def _opened(
             continue
         opened[reference] = None
         try:
-            opened[reference] = source = source_of(len(opened) - 1, reference, opener(reference))
-            if reference.lora_path is not None:
-                named = ModelReference(reference.lora_path, reference.lora_revision)
-                adapter = open_adapter_reference(named, pickled=pickled, lookup=lookup)
-                opened[reference] = replace(source, adapter=adapter)
+            source = source_of(len(opened) - 1, reference, opener(reference))
+            opened[reference] = with_adapter(source, pickled=pickled, lookup=lookup)
         except (UserError, TransientError) as error:
             # Where nothing is fetched, nothing is known of these models: that is no fault of the recipe.
             if not lookup.fetches and isinstance(error, (NotCachedError, TransientError)):
@@ -618,6 +615,15 @@ def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Pr
             unknown = [] if each is None else [file.key for file in each.left_out if file.rule is None]
             if each is not None and unknown:
                 yield unread_problem(f"{recipe.where(*path)}: {each.name}", unknown)
+
+
+def with_adapter(source: Source, *, pickled: bool = True, lookup: Lookup = USUAL) -> Source:
+    """The source with the adapter that its reference names, if it names one; raises as ``open_reference``."""
+    reference = source.reference
+    if reference.lora_path is None:
+        return source
+    named = ModelReference(reference.lora_path, reference.lora_revision)
+    return replace(source, adapter=open_adapter_reference(named, pickled=pickled, lookup=lookup))
 
 
 def source_of(index: int, reference: ModelReference, checkpoint: Checkpoint) -> Source:
