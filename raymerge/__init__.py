@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from raymerge.api import transplantation as transplantation
     from raymerge.api import verify as verify
     from raymerge.api import verify_load as verify_load
-    from raymerge.api import write_chunks as write_chunks
     from raymerge.cli.render.notebook import progress as progress
 
 __all__ = [
@@ -62,7 +61,6 @@ __all__ = [
     "transplantation",
     "verify",
     "verify_load",
-    "write_chunks",
 ]
 
 

@@ -35,8 +35,6 @@ from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.planner.suggestion.choice import Kind, Suggestion, arranged, choose, variants
 from raymerge.planner.suggestion.models import find_base, read_models
 from raymerge.planner.suggestion.text import write as suggestion_text
-from raymerge.publish import chunks
-from raymerge.publish.chunks import ChunksResult
 from raymerge.publish.finish import Provenance, read_record
 from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.publish.record import Journal
@@ -295,7 +293,6 @@ __all__ = [
     "AuditOptions",
     "AuditVerdict",
     "Check",
-    "ChunksResult",
     "Combination",
     "Comparison",
     "Evaluation",
@@ -346,7 +343,6 @@ __all__ = [
     "transplantation",
     "verify",
     "verify_load",
-    "write_chunks",
 ]
 
 RecipeLike = AnyRecipe | Mapping[str, object] | str | Path
@@ -586,24 +582,16 @@ def sweep_outputs(recipe: RecipesLike, output: str | Path, options: RunOptions) 
     )
 
 
-def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
+def conversion(
+    model: str | Path, to: str | Sequence[str] = "same", *, layout: str | Path | None = None
+) -> AnyRecipe:
     """The recipe that converts one model to other formats, for ``plan`` and ``submit``.
 
     ``to`` is a format of ``out_format``, or several ``SELECTOR:FORMAT`` of which the first that matches a
-    tensor holds; a selector is a role or a glob. RecipeError with all faults."""
-    return conversion_recipe(str(model), (to,) if isinstance(to, str) else to)
-
-
-def write_chunks(model: str | Path, like: str | Path, output: str | Path) -> ChunksResult:
-    """Write a model as a training checkpoint in the chunks of another, ``like``, whose state it keeps.
-
-    Raises:
-        OptionError: ``like`` is no training checkpoint on this machine, or ``output`` is there already.
-        TargetError: ``output`` is in or around ``model`` or ``like``, or another process makes it.
-        PlanError: the model's tensors are not those of ``like``.
-        CheckpointError: one of them is absent or broken.
-        VerificationError: what was written is not the model; there is no output."""
-    return chunks.write_chunks(_opened(model), os.path.expanduser(str(like)), Path(output).expanduser())
+    tensor holds; a selector is a role or a glob. ``layout`` is a training checkpoint in whose files and
+    chunks the model is written; None for safetensors. RecipeError with all faults."""
+    formats = (to,) if isinstance(to, str) else to
+    return conversion_recipe(str(model), formats, layout=None if layout is None else str(layout))
 
 
 def transplantation(

@@ -152,6 +152,8 @@ class Planned(Event):
     """Tensors by what becomes of them: merged, copied or converted."""
     lead: str = ""
     """The model whose layout the result keeps, as the recipe names it; "" for one that this run makes."""
+    is_loadable: bool = True
+    """Whether the result is what transformers loads: a config, and tensors in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -16,7 +15,6 @@ from raymerge.cli.running import Request, rehearse, run, terminable
 from raymerge.errors import OptionError, Problem
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
-from raymerge.units import format_size
 
 _TO_HELP = (
     "How numbers are stored: same, bf16, fp8_block, fp8_channel, fp8_tensor, mxfp8, mxfp4, nvfp4, "
@@ -24,8 +22,8 @@ _TO_HELP = (
     "--to '*.experts.*:same'. The first that speaks of a tensor holds."
 )
 _LIKE_HELP = (
-    "A training checkpoint in chunks (torch's .metadata and *.distcp, Megatron's torch_dist): the model's "
-    "tensors are written in its files and chunks, and all else is as there."
+    "A training checkpoint (torch's .metadata and *.distcp, Megatron's torch_dist, shards for the Hub): the "
+    "model's tensors are written in its files and chunks, and the state of its training is copied."
 )
 
 
@@ -54,7 +52,7 @@ def convert(
 ) -> int:
     """Store a model's numbers in other formats (--to), or as a training checkpoint (--like DIR).
 
-    Verified and published like a merge. A stopped run goes on by the same command, but for --like."""
+    Verified and published like a merge; a stopped run goes on by the same command."""
     flags = shared.given(
         workers=workers,
         threads=threads,
@@ -66,32 +64,12 @@ def convert(
         replace=replace,
     )
     options = RunOptions(**flags)
-    if like is not None:
-        return _write_chunks(model, like, output, is_alone=not (to or flags or dry_run), as_json=as_json)
-    if not to:
+    if not to and like is None:
         raise OptionError(Problem("--to", "is missing.", "Say the format: --to bf16; or --like DIR."))
     with own_stdout(as_json=as_json) as out, terminable() as ending:
         with make_console(sys.stderr).status("reading headers"), heavy_imports():
             from raymerge.api import conversion
 
-        request = Request(conversion(model, to), f"converting {model}", output, options, converted=model)
+        recipe = conversion(model, to or "same", layout=like)
+        request = Request(recipe, f"converting {model}", output, options, converted=model)
         return rehearse(request, out) if dry_run else run(request, out, ending)
-
-
-def _write_chunks(model: str, like: str, output: str, *, is_alone: bool, as_json: bool) -> int:
-    if not is_alone:
-        what = "writes chunks, in this process and as they are; only -o and --json go with it."
-        raise OptionError(Problem("--like", what, "Convert first, then write the chunks of the result."))
-    with own_stdout(as_json=as_json) as out:
-        with make_console(sys.stderr).status("writing chunks"), heavy_imports():
-            from raymerge.api import write_chunks
-
-            result = write_chunks(model, like, output)
-        if as_json:
-            out.json(asdict(result))
-        else:
-            size = f"{result.tensors} tensors, {format_size(result.nbytes)}, in {result.chunks} chunks"
-            out.console.print(f"done: {result.output}", highlight=False)
-            left = f"; {result.left} more, of the training, as in {like}" if result.left else ""
-            out.console.print(f"  {size}{left}", highlight=False)
-    return 0

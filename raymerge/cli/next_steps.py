@@ -16,34 +16,41 @@ _MUCH = 0.1
 
 
 def after_merge(
-    output: str, lead: str = "", *, is_reported: bool = False, num_merged: int = 1
+    output: str, lead: str = "", *, is_reported: bool = False, num_merged: int = 1, is_loadable: bool = True
 ) -> Iterator[Step]:
     """``lead``: the model whose layout the result has; "" where it is none that anybody can name or compare.
-    ``num_merged``: tensors that a method made of several; of the others a report has nothing to say."""
+    ``num_merged``: tensors that a method made of several; of the others a report has nothing to say.
+    ``is_loadable``: whether transformers loads it."""
     place = shlex.quote(output)
     if not num_merged:
         yield Step(f"raymerge inspect {place}", "what is in it")
     elif not is_reported:
         yield Step(f"raymerge report {place}", "a page of what the parents change")
-    yield Step(f"raymerge verify {place} --level load", "loads it with transformers")
+    yield _proof(place, is_loadable=is_loadable)
     if lead:
         yield Step(f"raymerge diff {shlex.quote(lead)} {place}", "how far it is from that parent, by role")
-    else:
-        yield Step(f"raymerge verify {place} --level audit", "recomputes samples from the sources")
+    elif is_loadable:
+        yield _proof(place, is_loadable=False)
 
 
-def after_sweep(output: str, names: Sequence[str]) -> Iterator[Step]:
+def _proof(place: str, *, is_loadable: bool) -> Step:
+    if is_loadable:
+        return Step(f"raymerge verify {place} --level load", "loads it with transformers")
+    return Step(f"raymerge verify {place} --level audit", "recomputes samples from the sources")
+
+
+def after_sweep(output: str, names: Sequence[str], *, is_loadable: bool = True) -> Iterator[Step]:
     places = [shlex.quote(join(output, name)) for name in names]
     yield Step(f"raymerge report {places[0]}", "a page of what the parents change")
-    yield Step(f"raymerge verify {places[0]} --level load", "loads it with transformers")
+    yield _proof(places[0], is_loadable=is_loadable)
     if len(places) > 1:
         yield Step(f"raymerge diff {places[0]} {places[-1]}", "how far they are apart, by role")
 
 
-def after_conversion(output: str, model: str) -> Iterator[Step]:
+def after_conversion(output: str, model: str, *, is_loadable: bool = True) -> Iterator[Step]:
     place = shlex.quote(output)
     yield Step(f"raymerge diff {shlex.quote(model)} {place}", "what the format lost, by role")
-    yield Step(f"raymerge verify {place} --level load", "loads it with transformers")
+    yield _proof(place, is_loadable=is_loadable)
     yield Step(f"raymerge inspect {place}", "what is stored how")
 
 

@@ -133,11 +133,11 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
     with heavy_imports():
         from raymerge.api import plan_for
         from raymerge.publish.output_place import place_of
-        from raymerge.runtime.driver.chained_merges import chosen_steps, kept_steps, steps_problems
+        from raymerge.runtime.driver.chained_merges import chosen_steps, kept_steps, place_problems
         from raymerge.runtime.driver.in_process import run_options
 
     merges, place = plan_for(recipe, output, options), place_of(output, options)
-    lacks = tuple(steps_problems(place, options, merges))
+    lacks = tuple(place_problems(place, options, merges))
     made = frozenset() if lacks else kept_steps(merges, place, options.steps)
     steps, chosen, accounts = chosen_steps(place, options, merges), run_options([merges], place, options), []
     is_here = bool(chosen.inline and not options.inline)
@@ -167,7 +167,7 @@ def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, titl
     from raymerge.merge_plan.joint import equal_tensors
     from raymerge.publish.output_place import place_of
     from raymerge.recipes.sweep import joined_problems
-    from raymerge.runtime.driver.chained_merges import digest_at, steps_problems
+    from raymerge.runtime.driver.chained_merges import digest_at, place_problems
     from raymerge.runtime.driver.in_process import run_options
     from raymerge.runtime.driver.sweep_run import OutputMerges, read_groups
 
@@ -180,7 +180,7 @@ def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, titl
     chosen = run_options([each.merges for each in outputs], around, options)
     accounts: list[Account] = []
     for number, each in enumerate(outputs, start=1):
-        last, lacks = each.merges[-1], tuple(steps_problems(around, options, each.merges))
+        last, lacks = each.merges[-1], tuple(place_problems(around, options, each.merges))
         which = f"{title}, output {number} of {len(outputs)}: {each.name}"
         is_made = isinstance(each.place, Path) and digest_at(each.place) == last.plan.digest
         accounts.append(Account(last, _explained(last, chosen, lacks), which, is_made))

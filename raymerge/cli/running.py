@@ -204,6 +204,7 @@ class _Watched:
 
     lead: str = ""
     num_merged: int = 0
+    is_loadable: bool = True
     names: tuple[str, ...] = ()
     """Of the outputs of a sweep."""
     first: str = ""
@@ -220,6 +221,7 @@ class _Watched:
             self.first = event.names[0]
         if isinstance(event, Planned):
             self.lead, self.num_merged = event.lead, event.made.get("merged", 0)
+            self.is_loadable = event.is_loadable
         self.is_begun = self.is_begun or isinstance(event, Started | StageStarted)
 
 
@@ -241,14 +243,16 @@ def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, ma
     def then() -> tuple[Step, ...]:
         if makes == "adapter":
             return tuple(after_adapter(request.output))
+        loadable = watched.is_loadable
         if makes == "outputs":
-            return tuple(after_sweep(request.output, watched.names))
+            return tuple(after_sweep(request.output, watched.names, is_loadable=loadable))
         if request.converted is not None:
-            return tuple(after_conversion(request.output, request.converted))
+            return tuple(after_conversion(request.output, request.converted, is_loadable=loadable))
         # A mixture has other tensors than the model that it was built on.
         lead = "" if any(has_router(each) for each in watched.reports) else watched.lead
         reported, merged = request.is_reported, watched.num_merged
-        return tuple(after_merge(request.output, lead, is_reported=reported, num_merged=merged))
+        how = {"is_reported": reported, "is_loadable": loadable}
+        return tuple(after_merge(request.output, lead, num_merged=merged, **how))
 
     remote = is_remote(request.output)
     place = shown(request.output) if remote else os.path.realpath(request.output)

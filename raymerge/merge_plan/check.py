@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 
 from raymerge.architectures.roles import declared_tie
 from raymerge.architectures.rules import sections
+from raymerge.checkpoints.dcp.metadata import METADATA_FILE
 from raymerge.checkpoints.dcp.store import ASSEMBLED_NBYTES
-from raymerge.checkpoints.files import is_companion
+from raymerge.checkpoints.files import RECORD_DIRECTORY, is_companion
 from raymerge.checkpoints.header import DATA_ALIGNMENT_NBYTES, METADATA_KEY, shard_names
 from raymerge.checkpoints.json_files import parse_strict_json
 from raymerge.dtypes import DType, config_name
@@ -30,7 +31,17 @@ from raymerge.merge_plan.check_ops import (
 )
 from raymerge.merge_plan.dispositions import Rule, Use
 from raymerge.merge_plan.expressions import Expression
-from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Flags, Ints, Plan, digest, joined_sums, op_bytes
+from raymerge.merge_plan.plan import (
+    FORMAT,
+    SCHEMAS,
+    Flags,
+    Ints,
+    Plan,
+    digest,
+    joined_sums,
+    op_bytes,
+    planned_layout,
+)
 from raymerge.methods import BaseUse, Takes, find_method
 from raymerge.storage.store import is_key
 
@@ -100,7 +111,19 @@ def _touch_manifest(plan: Plan) -> None:
         raise TypeError("tie")
     if manifest["tie"]["tied"] not in (True, False, None):
         raise TypeError("tied")
+    _touch_layout(plan)
     manifest["recipe"].get("dtype"), manifest["recipe"].get("out_dtype")
+
+
+def _touch_layout(plan: Plan) -> None:
+    layout = planned_layout(plan)
+    if layout is None:
+        return
+    if not all(is_key(key) and isinstance(nbytes, int) for key, nbytes in layout.files.items()):
+        raise TypeError("layout")
+    if len(plan["shards"]) != 1 or not layout.files or layout.source < 0:
+        raise ValueError("layout")
+    plan.manifest["sources"][layout.source]
 
 
 def _check_references(check: Check) -> None:
@@ -188,8 +211,12 @@ def _header_lists(header: bytes, entries: Mapping[str, object]) -> bool:
 
 def _check_files(check: Check) -> None:
     """Files beside the weights have names of companions, once each; nothing is written elsewhere."""
-    names = check.plan["files"].column("name").to_pylist()
-    strange = [name for name in names if not (_is_plain(name) and is_companion(name))]
+    names, layout = check.plan["files"].column("name").to_pylist(), planned_layout(check.plan)
+    # That of a training checkpoint is made anew where the state of the training is left out.
+    made_anew = () if layout is None else (METADATA_FILE,)
+    strange = [name for name in names if not (_is_plain(name) and (is_companion(name) or name in made_anew))]
+    copied = () if layout is None else layout.files
+    strange += [key for key in copied if not _is_plain(key) or key.split("/")[0] == RECORD_DIRECTORY]
     if strange or len(set(names)) < len(names):
         check.say("table files", f"{strange[:2] or 'a name twice'} cannot be written beside the weights")
 
@@ -252,7 +279,9 @@ def _check_dispositions(check: Check) -> None:
     dropped = pc.equal(table.column("disposition"), Use.DROPPED.value)
     outputs = check.tensors.table.column("name").combine_chunks()
     known = pc.is_in(table.column("output"), value_set=outputs)
-    lost = pc.invert(pc.or_(known, dropped)).combine_chunks().to_numpy(zero_copy_only=False)
+    is_state = pc.equal(table.column("rule"), Rule.TRAINING_STATE.value)
+    nowhere = pc.or_(dropped, is_state)
+    lost = pc.invert(pc.or_(known, nowhere)).combine_chunks().to_numpy(zero_copy_only=False)
     check.flag("dispositions", lost, "its output is no tensor of the plan")
 
 

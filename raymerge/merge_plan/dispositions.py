@@ -68,7 +68,10 @@ class Rule(StrEnum):
     ROUTER_OF_DENSE = "router_of_dense"
     """It chooses among experts, or weighs a shared one, and the recipe makes the model dense."""
     TRAINING_STATE = "training_state"
-    """Of a training checkpoint: of its optimizer, scheduler or random numbers, and of no model."""
+    """Of a training checkpoint: of its optimizer, scheduler or random numbers, and of no model. Copied from
+    the one whose layout the output has, unless the recipe says ``training_state: drop``."""
+    LAYOUT_ONLY = "layout_only"
+    """The model gives only the layout of the output, and the state of its training."""
 
 
 _STRENGTH = {Use.DROPPED: 0, Use.COPIED: 1, Use.CONVERTED: 2, Use.MERGED: 3}
@@ -81,6 +84,7 @@ class Disposition(NamedTuple):
 
 
 _STATE = Disposition(Use.DROPPED, Rule.TRAINING_STATE)
+_COPIED_STATE = Disposition(Use.COPIED, Rule.TRAINING_STATE)
 
 
 class Dispositions:
@@ -91,6 +95,11 @@ class Dispositions:
         self._have_parts = [holding.has_parts for holding in holdings]
         self.settled: Sequence[dict[str, Disposition]] = [{} for _ in holdings]
         """Of each holding those of its stored tensors."""
+        self._copied_state: int | None = None
+
+    def copy_state(self, source: int) -> None:
+        """Record that the state of the training of this checkpoint is copied."""
+        self._copied_state = source
 
     def settle(self, source: int, name: str, disposition: Disposition) -> None:
         """Record a use (or a named drop) of a tensor: of all that it consists of."""
@@ -118,4 +127,5 @@ class Dispositions:
         """Every settled tensor: source, name, disposition, in the checkpoints' order."""
         for source, (own, dispositions) in enumerate(zip(self._holdings, self.settled, strict=True)):
             yield from ((source, name, dispositions[name]) for name in own.stored if name in dispositions)
-            yield from ((source, name, _STATE) for name in own.left)
+            state = _COPIED_STATE if source == self._copied_state else _STATE
+            yield from ((source, name, state) for name in own.left)

@@ -109,6 +109,32 @@ class Plan:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedLayout:
+    """The training checkpoint in whose files and chunks the tensors of the output are written, in place of
+    the one shard that the tables have."""
+
+    source: int
+    """Its number among the sources."""
+    drops_state: bool
+    files: Mapping[str, int]
+    """What is written, with sizes, by key: files with chunks of tensors, and what is copied beside them."""
+
+
+def planned_layout(plan: Plan) -> PlannedLayout | None:
+    """None for an output in safetensors."""
+    layout = plan.manifest.get("layout")
+    if layout is None:
+        return None
+    return PlannedLayout(layout["source"], layout["training_state"] == "drop", dict(layout["files"]))
+
+
+def weight_files(plan: Plan) -> Mapping[str, int]:
+    """The files that hold the tensors of the output, and what belongs to these, with their sizes."""
+    layout = planned_layout(plan)
+    return dict(plan.columns("shards", "name", "nbytes")) if layout is None else layout.files
+
+
 def make_plan(
     manifest: Mapping[str, Any], tables: Mapping[str, pa.Table], problems: Sequence[Problem]
 ) -> Plan:

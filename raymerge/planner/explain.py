@@ -17,7 +17,7 @@ from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.memory import Projection, op_kinds
-from raymerge.merge_plan.plan import Plan, ints, joined_sums, op_bytes
+from raymerge.merge_plan.plan import Plan, ints, joined_sums, op_bytes, weight_files
 from raymerge.merge_plan.report import Duplicates, planned_duplicates
 from raymerge.methods import find_method
 from raymerge.planner.inputs.sources import Source, holdings
@@ -156,7 +156,6 @@ def explain(
     donor = int(plan.manifest["donor"])
     # A merge of single files has no config that a source could give.
     giver = donor if plan.manifest["config"] else -1
-    shards = plan["shards"]
     return Explanation(
         digest=plan.digest,
         method=", ".join(dict.fromkeys([plan.manifest["method"], *plan.manifest["rules"]])),
@@ -167,7 +166,7 @@ def explain(
         left_out=tuple(_left_out_lines(sources, donor)),
         read_bytes=_read_bytes(plan),
         again=tuple(_read_again(plan, memory)),
-        written_bytes=sum(shards.column("nbytes").to_pylist()),
+        written_bytes=sum(weight_files(plan).values()),
         segments=len(plan["segments"]),
         duplicates=planned_duplicates(plan),
         tie=str(plan.manifest["tie"]["reason"]),
@@ -263,9 +262,9 @@ def _source_line(holder: Holding, gives_config: bool) -> SourceLine:
 
 
 def _output_line(plan: Plan) -> OutputLine:
-    names, sizes = (plan["shards"].column(key).to_pylist() for key in ("name", "nbytes"))
     dtypes = _by_size(plan.columns("tensors", "dtype", "nbytes"))
-    return OutputLine(len(plan["tensors"]), sum(sizes), dtypes, tuple(names))
+    nbytes = sum(plan["shards"].column("nbytes").to_pylist())
+    return OutputLine(len(plan["tensors"]), nbytes, dtypes, tuple(weight_files(plan)))
 
 
 def _by_size(tensors: Iterable[tuple[str, int]]) -> tuple[str, ...]:

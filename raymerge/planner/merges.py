@@ -22,7 +22,7 @@ from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
-from raymerge.merge_plan.plan import Plan, make_plan
+from raymerge.merge_plan.plan import Plan, make_plan, planned_layout
 from raymerge.planner.inputs.sources import (
     Opened,
     OpenedModels,
@@ -283,6 +283,11 @@ class _Planner:
         def open_one(reference: ModelReference) -> Checkpoint:
             merge = self.made.get(reference.path)
             if merge is not None:
+                if planned_layout(merge.plan) is not None:
+                    what = f"the result of {reference.path} is read by this merge, and has a 'layout'."
+                    raise PlanError(
+                        Problem(merge.recipe.where("layout"), what, "Leave it to the last merge.")
+                    )
                 donor = merge.sources[int(merge.plan.manifest["donor"])]
                 root = self.root / reference.path
                 return planned_checkpoint(merge.plan, root, name=str(reference), donor=donor)

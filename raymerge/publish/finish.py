@@ -29,6 +29,7 @@ from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.documents.positions import yaml_text
 from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.merge_plan.dispositions import Use
+from raymerge.merge_plan.plan import weight_files
 from raymerge.merge_plan.tables import Plan, index_bytes
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import Prepared, Source, holdings
@@ -52,7 +53,7 @@ def finish_companions(
 
 def kept_companions(plan: Plan, companions: Sequence[str]) -> tuple[str, ...]:
     """The donor's companions but those that the plan replaces or leaves out."""
-    others = {*plan["files"].column("name").to_pylist(), *plan.manifest["left_out"]}
+    others = {*plan["files"].column("name").to_pylist(), *plan.manifest["left_out"], *weight_files(plan)}
     return tuple(key for key in companions if key not in others)
 
 
@@ -61,17 +62,19 @@ def written_files(plan: Plan) -> Mapping[str, bytes]:
 
 
 def check_shards(plan: Plan, target: ReadStore) -> None:
-    """Compare every shard's header with the plan; raises VerificationError."""
-    files = {file.key: file for file in target.files()}
+    """Compare sizes and headers of the files of tensors with the plan; raises VerificationError."""
+    files, headers = (
+        {file.key: file for file in target.files()},
+        dict(plan.columns("shards", "name", "header")),
+    )
     problems: list[Problem] = []
-    for shard in plan["shards"].to_pylist():
-        file = files.get(shard["name"])
-        if file is None or file.nbytes != shard["nbytes"]:
+    for key, nbytes in weight_files(plan).items():
+        file, header = files.get(key), headers.get(key, b"")
+        if file is None or file.nbytes != nbytes:
             size = "absent" if file is None else f"{file.nbytes} bytes long"
-            what = f"it is {size}, the plan says {shard['nbytes']} bytes."
-            problems.append(Problem(shard["name"], what, "Merge again."))
-        elif target.read(shard["name"], 0, len(shard["header"])) != shard["header"]:
-            problems.append(Problem(shard["name"], "its header is not the planned one.", "Merge again."))
+            problems.append(Problem(key, f"it is {size}, the plan says {nbytes} bytes.", "Merge again."))
+        elif target.read(key, 0, len(header)) != header:
+            problems.append(Problem(key, "its header is not the planned one.", "Merge again."))
     if problems:
         raise VerificationError(problems)
 
@@ -102,11 +105,10 @@ def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) 
 
 def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
     """Every file of a finished checkpoint but the record of its run."""
-    shards = plan["shards"].column("name").to_pylist()
-    index = [INDEX_FILE] if len(shards) > 1 else []
+    index = [INDEX_FILE] if len(plan["shards"]) > 1 else []
     config = ["config.json"] if plan.manifest["config"] else []
     donor_files = kept_companions(plan, companions)
-    return frozenset((*shards, *index, *config, "README.md", *donor_files, *written_files(plan)))
+    return frozenset((*weight_files(plan), *index, *config, "README.md", *donor_files, *written_files(plan)))
 
 
 def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:

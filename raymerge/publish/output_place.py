@@ -183,8 +183,8 @@ def foreign_files(
 
 
 def recorded_files(conditions: Mapping[str, Any] | None, provenance: bytes) -> RecordedFiles:
-    companions = (conditions or {}).get("companions")
-    listed = companions if isinstance(companions, list) else []
+    given = ((conditions or {}).get(key) for key in ("companions", "layout"))
+    listed = [each for files in given if isinstance(files, list) for each in files]
     copied = {each[0] for each in listed if isinstance(each, list) and each and isinstance(each[0], str)}
     try:
         files = load_json(provenance).get("files")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import xxhash
 
 from raymerge.checkpoints.dcp.store import ASSEMBLED, ChunkedStore
+from raymerge.checkpoints.dcp.target import GrowingTensorFile
 from raymerge.deferred import torch
 from raymerge.device_numerics import return_free_memory
 from raymerge.errors import RaymergeError
@@ -21,8 +22,9 @@ from raymerge.execute.receipts import UNFINISHED, JointReceipt, Receipt
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.jobs import Jobs
 from raymerge.merge_plan.memory import LEAST_BLOCK, SMALLEST_LANE, Projection
-from raymerge.merge_plan.plan import RunReader
+from raymerge.merge_plan.plan import RunReader, planned_layout
 from raymerge.merge_plan.tables import Plan
+from raymerge.publish.chunks import growing_tensors
 from raymerge.publish.record import RECORD, Ledger, check_begun
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
@@ -82,9 +84,15 @@ class SegmentWork:
         mine = (each for each in self.files if each.source == source and each.version)
         return {each.key: FileInfo(each.key, each.nbytes, each.version) for each in mine}
 
-    def open_staging(self, retry_policy: RetryPolicy) -> LocalStore:
+    def open_staging(self, retry_policy: RetryPolicy) -> LocalStore | GrowingTensorFile:
         guard = partial(check_begun, self.staging / RECORD, self.attempt_id) if self.attempt_id else None
-        return LocalStore(self.staging, retry_policy=retry_policy, guard=guard)
+        store, layout = (
+            LocalStore(self.staging, retry_policy=retry_policy, guard=guard),
+            planned_layout(self.plan),
+        )
+        if layout is None:
+            return store
+        return growing_tensors(self.plan, store, self.open_source(layout.source, retry_policy))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +217,7 @@ class SegmentsRunner:
         runner: Callable[[Projection], SegmentRunner],
         projection: Projection,
         sources: Sequence[ReadStore],
-        stagings: Sequence[LocalStore],
+        stagings: Sequence[LocalStore | GrowingTensorFile],
         retry_policy: RetryPolicy,
         todo: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
@@ -326,10 +334,12 @@ class _Span:
 class Shards:
     """Shards grow under their names with ``UNFINISHED`` until all segments are in."""
 
-    def __init__(self, plan: Plan, store: WriteStore) -> None:
+    def __init__(self, plan: Plan, store: WriteStore, reader: ReadStore | None = None) -> None:
+        """``reader`` gives the shards' bytes; None for the store itself."""
         self._plan = plan
         self._shards = plan["shards"].to_pylist()
         self._store = store
+        self._reader = store if reader is None else reader
 
     def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
         """Make every file with its header; return the earlier receipts whose bytes are there.
@@ -425,7 +435,7 @@ class Shards:
         buffer = memoryview(bytearray(_CHUNK))
         for span in spans:
             if span.segment not in changed and (
-                key is None or ranges_digest(self._store, key, [span.extent], buffer) != span.digest
+                key is None or ranges_digest(self._reader, key, [span.extent], buffer) != span.digest
             ):
                 changed.add(span.segment)
         return changed

@@ -27,18 +27,20 @@ from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, INDEX_FILE, MODEL_CA
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError, TransientError
 from raymerge.execute.receipts import UNFINISHED
+from raymerge.merge_plan.plan import weight_files
 from raymerge.merge_plan.tables import Plan, load_plan, save_plan
 from raymerge.options import RunOptions
 from raymerge.publish import lease as leases
 from raymerge.publish import output_place
 from raymerge.publish import record as run_record
+from raymerge.publish.chunked_shards import ChunkedShards
 from raymerge.publish.object_shards import RemoteShards, ShardOrder, ShardWork, check_attempt, shard_orders
 from raymerge.publish.record import sync_directory
 from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown
 from raymerge.storage.local.store import LocalStore, check_disk_space, nearest
 from raymerge.storage.objects.writer import LARGEST_OBJECT, ObjectWriter, stream_bytes, unconditional
-from raymerge.storage.store import FileInfo
+from raymerge.storage.store import FileInfo, ReadStore
 from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
 from raymerge.verifier.structure import PROVENANCE_FILE
@@ -169,8 +171,8 @@ class LocalStaging(_Staging):
         self._write_record(conditions)
         return run_record.Ledger(self.ledger_path, conditions)
 
-    def shards(self, store: LocalStore) -> Shards:
-        return Shards(self._plan, store)
+    def shards(self, store: LocalStore, layout: ReadStore | None) -> Shards:
+        return Shards(self._plan, store) if layout is None else ChunkedShards(self._plan, store, layout)
 
     def work(self, segments: SegmentWork) -> SegmentWork:
         return segments
@@ -190,12 +192,12 @@ class LocalStaging(_Staging):
 
     def missing_bytes(self) -> int:
         """Bytes of disk that no shard has reserved yet."""
-        shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()
-        return sum(max(0, each["nbytes"] - self._reserved_bytes(each["name"])) for each in shards)
+        files = weight_files(self._plan)
+        return sum(max(0, nbytes - self._reserved_bytes(key)) for key, nbytes in files.items())
 
-    def _reserved_bytes(self, shard: str) -> int:
-        """Of a shard, under either of its names: files are made in their full length."""
-        for name in (shard, shard + UNFINISHED):
+    def _reserved_bytes(self, key: str) -> int:
+        """Of a file, under either of its names: they are made in their full length."""
+        for name in (key, key + UNFINISHED):
             with suppress(OSError):
                 return (self.root / name).stat().st_size
         return 0
@@ -514,7 +516,8 @@ class RemoteStaging(_Staging):
                 path.write_bytes(there[0])
         run_record.RemoteLedger.fetch(self.ledger_path, self._writer, self.attempt_id)
 
-    def shards(self, store: LocalStore) -> RemoteShards:
+    def shards(self, store: LocalStore, layout: ReadStore | None) -> RemoteShards:
+        assert layout is None
         self._shards = RemoteShards(self._plan, self._orders, store, self._writer)
         return self._shards
 

@@ -385,8 +385,10 @@ _PLACE = "--to"
 _PATTERN = frozenset("*?[.")
 
 
-def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path.isdir) -> AnyRecipe:
-    """A passthrough of one model with ``out_format``.
+def conversion_recipe(
+    model: str, to: Sequence[str], *, layout: str | None = None, exists: Exists = os.path.isdir
+) -> AnyRecipe:
+    """A passthrough of one model with ``out_format``, and with a ``layout`` if one is given.
 
     ``to`` holds ``[SELECTOR:]FORMAT``, of which the first that matches a tensor holds; a selector is a role
     or a glob. Raises RecipeError with all faults."""
@@ -401,6 +403,8 @@ def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path
     if problems:
         raise RecipeError(problems)
     content = {"merge_method": "passthrough", "models": [{"model": model}], "out_format": lines}
+    if layout is not None:
+        content["layout"] = layout
     return recipe_from_mapping(content, _ArgumentPlaces(_NAME, arguments=tuple(to)), exists=exists)
 
 
@@ -438,6 +442,8 @@ class _ArgumentPlaces(Places):
     arguments: tuple[str, ...] = ()
 
     def at(self, path: FieldPath) -> str:
+        if path == ("layout",):
+            return "--like"
         if path[:1] != ("out_format",):
             return Places(self.name, self.marks).at(path)
         line = path[1] if len(path) > 1 else None

@@ -295,6 +295,7 @@ MissingTensors = Annotated[Literal["error", "copy_base"], by(choice_of("error", 
 ExtraTensors = Annotated[Literal["error", "drop"], by(choice_of("error", "drop"))]
 EmbeddingSizes = Annotated[Literal["error", "common", "pad"], by(choice_of("error", "common", "pad"))]
 PickledWeights = Annotated[Literal["read", "refuse"], by(choice_of("read", "refuse"))]
+TrainingState = Annotated[Literal["keep", "drop"], by(choice_of("keep", "drop"))]
 
 
 class _Part(Entry):
@@ -417,6 +418,11 @@ class Recipe(Document):
     """Bytes that one output file may have; 0 for a single file."""
     duplicates: Duplicates = "keep"
     """``keep``: each name has its own bytes; ``share``: equal ones may share storage."""
+    layout: Reference | None = None
+    """Training checkpoint in whose files and chunks the output is written; None for safetensors."""
+    training_state: TrainingState = "keep"
+    """What becomes of that checkpoint's optimizer and other state: ``keep`` copies it, ``drop`` leaves it
+    out."""
     missing_tensors: MissingTensors = "error"
     """A tensor that some source lacks: ``error``, or ``copy_base`` to keep the base's as it is."""
     extra_tensors: ExtraTensors = "error"
@@ -445,6 +451,7 @@ class Recipe(Document):
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
         yield from misplaced_keys(cls, data)
         yield from _exactly_one(data, ("models", "slices", "modules"))
+        yield from _layout_faults(data)
         if data.get("adapter") is not None:
             yield from _adapter_faults(data)
         if data.get("tokenizer") is not None and data.get("tokenizer_source") is not None:
@@ -469,6 +476,23 @@ def _adapter_faults(data: Mapping[str, Any]) -> Iterable[Fault]:
         if data.get(key) is not None:
             what = f"'{key}' has no meaning beside 'adapter': adapters have no router of their own."
             yield Fault((key,), what, f"Remove '{key}', or name models with adapters on them.")
+    if data.get("layout") is not None:
+        what = "'layout' has no meaning beside 'adapter': an adapter is one file."
+        yield Fault(("layout",), what, "Remove 'layout', or name models with adapters on them.")
+
+
+def _layout_faults(data: Mapping[str, Any]) -> Iterable[Fault]:
+    if data.get("layout") is None:
+        if data.get("training_state") is not None:
+            what = (
+                "'training_state' is what is kept of the checkpoint that 'layout' names, and there is none."
+            )
+            yield Fault(("training_state",), what, "Add 'layout: PATH', or remove it.")
+        return
+    for key in ("shard_size", "duplicates"):
+        if data.get(key) is not None:
+            what = f"'{key}' is for safetensors, and 'layout' gives the output other files."
+            yield Fault((key,), what, f"Remove '{key}' or 'layout'.")
 
 
 def _exactly_one(data: Mapping[str, Any], keys: tuple[str, ...]) -> Iterable[Fault]:

@@ -16,6 +16,7 @@ from raymerge.checkpoints.quantisation.encoding import SPELL_RIGHT
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.merge_plan.dispositions import Use
+from raymerge.merge_plan.plan import planned_layout, weight_files
 from raymerge.merge_plan.tables import Plan, index_bytes, load_plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.consistency import config_problems
@@ -134,13 +135,17 @@ def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
 
 
 def _contradictions(checkpoint: Checkpoint, plan: Plan) -> Iterator[tuple[str, str]]:
-    shards = plan["shards"].column("name").to_pylist()
+    shards, is_chunked = plan["shards"].column("name").to_pylist(), planned_layout(plan) is not None
+    # Where chunks lie is said by files of their own.
     planned = {
-        row["name"]: (row["dtype"], tuple(row["shape"]), shards[row["shard"]], row["offset"])
-        for row in plan["tensors"].to_pylist()
+        name: (dtype, tuple(shape), *(() if is_chunked else (shards[shard], offset)))
+        for name, dtype, shape, shard, offset in plan.columns(
+            "tensors", "name", "dtype", "shape", "shard", "offset"
+        )
     }
     for name, tensor in checkpoint.tensors.items():
-        stored = (tensor.dtype.value, tensor.shape, tensor.key, tensor.offset)
+        place = () if is_chunked else (tensor.key, tensor.offset)
+        stored = (tensor.dtype.value, tensor.shape, *place)
         if name not in planned:
             yield f"{checkpoint.name}: {name}", "the plan has no such tensor."
         elif planned[name] != stored:
@@ -176,7 +181,7 @@ def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: 
     """Companions that were changed, removed or added since publication.
 
     The model card may be edited, and what ``may_be_added`` allows may be added."""
-    name, shards = checkpoint.name, plan["shards"].column("name").to_pylist()
+    name = checkpoint.name
     with open_store(checkpoint.place) as store:
         digests = _digests(store, files.get(PROVENANCE_FILE))
         if digests is None:
@@ -187,11 +192,16 @@ def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: 
             if key != MODEL_CARD:
                 yield from changed_file(store, key, digest, name)
         index = files.get(INDEX_FILE)
-        if len(shards) == 1 and index is not None:
+        if len(plan["shards"]) == 1 and index is not None:
             yield Problem(f"{name}/{INDEX_FILE}", "the merge writes no such file.", "Take it away.")
         elif index is not None and store.read(INDEX_FILE, 0, index.nbytes) != index_bytes(plan):
             yield Problem(f"{name}/{INDEX_FILE}", "it is not the index that the plan makes.", _AGAIN)
-    for key in files.keys() - {*shards, CONFIG_FILE, INDEX_FILE, MODEL_CARD, *digests}:
+    layout = planned_layout(plan)
+    for key, nbytes in () if layout is None else layout.files.items():
+        if key not in files or files[key].nbytes != nbytes:
+            size = f"has {files[key].nbytes} bytes" if key in files else "is missing"
+            yield Problem(f"{name}/{key}", f"it {size}, and the plan says {nbytes} bytes.", _AGAIN)
+    for key in files.keys() - {*weight_files(plan), CONFIG_FILE, INDEX_FILE, MODEL_CARD, *digests}:
         if key.startswith(f"{RECORD_DIRECTORY}/") or may_be_added(key):
             continue
         more = " Loaders that take every file of weights would read it." if holds_weights(key) else ""

@@ -32,13 +32,12 @@ from kits.training_checkpoint import (
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from raymerge.api import AuditOptions, audit, plan, submit, submit_sweep, verify, write_chunks
+from raymerge.api import AuditOptions, audit, conversion, plan, replay, submit, submit_sweep, verify
 from raymerge.checkpoints.dcp.store import ChunkedStore
 from raymerge.checkpoints.source import open_checkpoint
-from raymerge.errors import CheckpointError, HeldError, IncompleteError, OptionError, PlanError, TargetError
+from raymerge.errors import CheckpointError, IncompleteError, OptionError, PlanError, RecipeError, TargetError
 from raymerge.events import Event, Started
 from raymerge.merge_plan.elements import torch_dtype
-from raymerge.publish.lease import LeaseFile, leased
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 
@@ -260,90 +259,249 @@ def test_window_of_torch_dist_checkpoints_is_the_average_of_the_paper(tmp_path: 
 
 # Written in chunks
 
+STATE = {"optimizer.exp_avg": torch.arange(120.0).reshape(40, 3), "optimizer.step": torch.tensor(7)}
+"""Of a training, beside ``tensors_of``."""
+
+
+def saved_with_state(place: Path, *, files: int = 12) -> list[Path]:
+    """Two checkpoints with the state of their training, that of the second negated."""
+    roots = []
+    for seed, sign in ((1, 1), (2, -1)):
+        tensors = tensors_of(seed) | {key: sign * each for key, each in STATE.items()}
+        boxes = BOXES | {"optimizer.exp_avg": grid((40, 3), (10, 20))}
+        entries = {"optimizer.lr": 0.5 * sign}
+        roots.append(save_chunks(place / f"m{seed}", tensors, boxes, entries=entries, files=files))
+    return roots
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Of all files but the record of the run."""
+    return {each.name: each.read_bytes() for each in root.iterdir() if each.is_file()}
+
 
 @pytest.mark.parametrize("as_safetensors", [False, True])
 def test_a_merge_is_written_as_the_training_saved_it(as_safetensors: bool, tmp_path: Path) -> None:
-    entries = {"optimizer": {"lr": 0.5}}
-    form: dict[str, Any] = {"entries": entries, "files": 12, "as_safetensors": as_safetensors}
+    form: dict[str, Any] = {
+        "entries": {"optimizer": {"lr": 0.5}},
+        "files": 12,
+        "as_safetensors": as_safetensors,
+    }
     roots = [save_chunks(tmp_path / f"m{seed}", tensors_of(seed), BOXES, **form) for seed in (1, 2)]
     (roots[0] / "common.pt").write_bytes(b"common")
     merged = merge_here(mean_of(*roots), tmp_path / "merged")
-    done = write_chunks(tmp_path / "merged", roots[0], tmp_path / "out")
-    assert (done.tensors, done.left) == (len(merged), 1)
+    merge(mean_of(*roots, layout=str(roots[0])), tmp_path / "out")
     found = opened_tensors(tmp_path / "out") if as_safetensors else load_whole(tmp_path / "out")
     assert found.keys() == merged.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
-    for key in (".metadata", "common.pt"):
-        assert (tmp_path / "out" / key).read_bytes() == (roots[0] / key).read_bytes()
-    sizes = [
-        {each.name: each.stat().st_size for each in root.iterdir()} for root in (roots[0], tmp_path / "out")
-    ]
-    assert sizes[0] == sizes[1]
+    own, theirs = contents(tmp_path / "out"), contents(roots[0])
+    assert own.pop("README.md")
+    assert {key: len(each) for key, each in own.items()} == {key: len(each) for key, each in theirs.items()}
+    assert (own[".metadata"], own["common.pt"]) == (theirs[".metadata"], theirs["common.pt"])
     assert verify(tmp_path / "out").problems == ()
+    assert audit(tmp_path / "out", AuditOptions(sample=1), INLINE).problems == ()
+    assert replay(tmp_path / "out").problems == ()
+
+
+@pytest.mark.parametrize("choice", ["keep", "drop"])
+def test_state_of_the_training_is_copied_or_left_out(choice: str, tmp_path: Path) -> None:
+    roots = saved_with_state(tmp_path)
+    merged = merge_here(mean_of(*roots), tmp_path / "merged")
+    recipe = mean_of(*roots, layout=str(roots[1]), training_state=choice)
+    rows = plan(recipe)["dispositions"].to_pylist()
+    uses = {(row["source"], row["disposition"]) for row in rows if row["rule"] == "training_state"}
+    assert uses == {(0, "dropped"), (1, "copied" if choice == "keep" else "dropped")}
+    merge(recipe, tmp_path / "out")
+    state = {key: -each for key, each in STATE.items()} if choice == "keep" else {}
+    found = load_whole(tmp_path / "out")
+    assert found.keys() == merged.keys() | state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in (merged | state).items())
+    assert ("optimizer.lr" in metadata_of(tmp_path / "out").state_dict_metadata) == (choice == "keep")
+    sizes = [sum(map(len, contents(root).values())) for root in (roots[1], tmp_path / "out")]
+    assert sizes[1] < sizes[0] or choice == "keep"
+    assert verify(tmp_path / "out").problems == audit(tmp_path / "out", AuditOptions(), INLINE).problems == ()
+    assert replay(tmp_path / "out").problems == ()
 
 
 def test_shards_for_the_hub_are_written_too(tmp_path: Path) -> None:
     roots = [save_shards(tmp_path / f"m{seed}", tensors_of(seed), BOXES, ranks=12) for seed in (1, 2)]
     merged = merge_here(mean_of(*roots), tmp_path / "merged")
-    write_chunks(tmp_path / "merged", roots[1], tmp_path / "out")
+    merge(mean_of(*roots, layout=str(roots[1])), tmp_path / "out")
     found = opened_tensors(tmp_path / "out")
     assert found.keys() == merged.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {each.name for each in roots[1].iterdir()}
+    assert contents(tmp_path / "out").keys() - {"README.md"} == contents(roots[1]).keys()
 
 
-def test_written_archives_have_right_checksums(tmp_path: Path) -> None:
-    root = save_chunks(tmp_path / "a", tensors_of(1), BOXES)
-    merge(mean_of(root, save_chunks(tmp_path / "b", tensors_of(2), BOXES)), tmp_path / "merged")
-    write_chunks(tmp_path / "merged", root, tmp_path / "out")
-    for info in metadata_of(root).storage_data.values():
+@pytest.mark.parametrize("choice", ["keep", "drop"])
+def test_written_archives_have_right_checksums(choice: str, tmp_path: Path) -> None:
+    roots = saved_with_state(tmp_path)
+    merge(mean_of(*roots, layout=str(roots[0]), training_state=choice), tmp_path / "out")
+    for info in metadata_of(tmp_path / "out").storage_data.values():
         data = (tmp_path / "out" / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             assert archive.testzip() is None
 
 
-def test_another_model_is_not_written(tmp_path: Path) -> None:
-    saved = tensors_of(1)
-    root = save_chunks(tmp_path / "a", saved, BOXES)
-    merge(mean_of(root, dtype="float16"), tmp_path / "merged")
-    with pytest.raises(PlanError, match=r"columns is F16 \[6, 10\], and F32 \[6, 10\] in"):
-        write_chunks(tmp_path / "merged", root, tmp_path / "out")
-    with pytest.raises(OptionError, match="no directory of a training checkpoint"):
-        write_chunks(tmp_path / "merged", tmp_path / "merged", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_a_model_is_converted_to_the_layout_of_a_checkpoint(tmp_path: Path) -> None:
+    roots = saved_with_state(tmp_path)
+    merged = merge_here(mean_of(*roots), tmp_path / "merged")
+    recipe = conversion(tmp_path / "merged", layout=roots[0])
+    rows = plan(recipe)["dispositions"].to_pylist()
+    assert {row["rule"] for row in rows if row["source"] == 1} == {"layout_only", "training_state"}
+    submit(recipe, tmp_path / "converted", INLINE)
+    merge(mean_of(*roots, layout=str(roots[0])), tmp_path / "out")
+    converted, out = contents(tmp_path / "converted"), contents(tmp_path / "out")
+    assert converted.pop("README.md") != out.pop("README.md")
+    assert converted == out
+    submit(conversion(tmp_path / "converted"), tmp_path / "back", INLINE)
+    assert all(torch.equal(read_tensors(tmp_path / "back")[name], each) for name, each in merged.items())
 
 
-def test_chunks_are_not_written_into_a_source_or_where_another_process_writes(tmp_path: Path) -> None:
+def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     root = save_chunks(tmp_path / "a", tensors_of(1), BOXES)
+    less = save_chunks(tmp_path / "b", {"rows": torch.ones(3), "more": torch.ones(2)}, {})
     merge(mean_of(root), tmp_path / "merged")
-    before = sorted(tmp_path.rglob("*"))
-    for place, verb in ((root / "out", "lies inside"), (root, "is"), (tmp_path, "holds")):
-        with pytest.raises(TargetError, match=f"the output place {verb} the source"):
-            write_chunks(tmp_path / "merged", root, place)
-    assert sorted(tmp_path.rglob("*")) == before
-    left = tmp_path / ".out.raymerge-chunks-0123456789ab"
-    left.mkdir()
-    with leased(LeaseFile(tmp_path / "out"), "another"), pytest.raises(HeldError):
-        write_chunks(tmp_path / "merged", root, tmp_path / "out")
-    assert left.exists()
-    write_chunks(tmp_path / "merged", root, tmp_path / "out")
-    assert {each.name for each in tmp_path.iterdir()} == {"a", "merged", "out"}
+    for layout, more, what in (
+        (tmp_path / "merged", {}, "merged is no training checkpoint in chunks.*Name a directory of torch's"),
+        (f"{root}+{root}", {}, "adapter"),
+        (tmp_path / "nowhere", {}, "recipe: layout.*nowhere"),
+        (root, {"dtype": "float16"}, r"columns is F16 \[6, 10\] in the output, and F32 \[6, 10\] in"),
+        (less, {}, "the output has columns, .*which .*b has not.*Name one of the training"),
+        (less, {}, "b has more, which the output has not"),
+        (root, {"shard_size": "1GB"}, "recipe: shard_size.*'shard_size' is for safetensors"),
+        (root, {"training_state": "leave"}, "recipe: training_state"),
+        (None, {"training_state": "drop"}, "'layout' names, and there is none.*Add 'layout: PATH'"),
+    ):
+        named = {} if layout is None else {"layout": str(layout)}
+        with pytest.raises((PlanError, RecipeError), match=f"(?s){what}"):
+            plan(mean_of(root, **named, **more)).require()
+        with pytest.raises((PlanError, RecipeError)):
+            submit(mean_of(root, **named, **more), tmp_path / "out", INLINE)
+    assert {each.name for each in tmp_path.iterdir()} == {"a", "b", "merged"}
 
 
-def test_tensors_that_share_a_blob_are_written_only_if_they_are_equal(tmp_path: Path) -> None:
-    both = {"first": torch.ones(2, 3), "second": torch.zeros(2, 3)}
-    root = save_chunks(tmp_path / "a", both, {})
-    merge(mean_of(root), tmp_path / "apart")
+def test_state_in_one_blob_with_the_model_is_not_left_out(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", tensors_of(1) | STATE, BOXES, as_safetensors=True, files=12)
+    with pytest.raises(PlanError, match=r"one safetensors blob.*'training_state: keep'"):
+        plan(mean_of(root, layout=str(root), training_state="drop")).require()
+
+
+def test_layout_is_refused_where_objects_are_written_and_between_merges(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", tensors_of(1), BOXES)
+    recipe = mean_of(root, layout=str(root))
+    with pytest.raises(OptionError, match=r"s3://models/out.*'layout'.*Give a directory"):
+        submit(recipe, "s3://models/out", INLINE)
+    with pytest.raises(PlanError, match="first is read by this merge, and has a 'layout'"):
+        submit([recipe | {"name": "first"}, mean_of("first")], tmp_path / "out", INLINE)
+
+
+def test_tensors_that_share_a_blob_are_refused(tmp_path: Path) -> None:
+    root = save_chunks(tmp_path / "a", {"first": torch.ones(2, 3), "second": torch.zeros(2, 3)}, {})
     metadata = metadata_of(root)
     one, two = metadata.storage_data
     metadata.storage_data[two] = metadata.storage_data[one]
     write_metadata(root, metadata)
-    with pytest.raises(PlanError, match="stores first and second as the same bytes, and they differ"):
-        write_chunks(tmp_path / "apart", root, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    merge(mean_of(root), tmp_path / "tied")
-    write_chunks(tmp_path / "tied", root, tmp_path / "out")
-    assert all(torch.equal(each, both["first"]) for each in load_whole(tmp_path / "out").values())
+    with pytest.raises(PlanError, match="stores first and second as the same bytes, which may differ"):
+        plan(mean_of(root, layout=str(root))).require()
+
+
+class Killed(Exception):  # noqa: N818 - as if the process were gone
+    pass
+
+
+@pytest.mark.parametrize("when", ["segments", "one file of many", "all files"])
+@pytest.mark.parametrize("choice", ["keep", "drop"])
+def test_resumed_after_a_kill_it_gives_the_same_bytes(
+    when: str, choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots = saved_with_state(tmp_path)
+    recipe = mean_of(*roots, layout=str(roots[0]), training_state=choice)
+    merge(recipe, tmp_path / "whole")
+    renamed: list[str] = []
+    whole = LocalStore.rename
+
+    def rename(store: LocalStore, old: str, new: str) -> None:
+        if new.endswith(".distcp"):
+            if len(renamed) >= {"segments": 0, "one file of many": 5, "all files": 99}[when]:
+                raise Killed
+            renamed.append(new)
+        whole(store, old, new)
+
+    def gone(*_: object, **__: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(LocalStore, "rename", rename)
+    if when == "all files":
+        monkeypatch.setattr("raymerge.runtime.driver.run.finish_companions", gone)
+    with pytest.raises(Killed):
+        submit(recipe, tmp_path / "out", INLINE)
+    monkeypatch.undo()
+    (staging,) = tmp_path.glob(".out.raymerge-*")
+    finished = {each: each.stat().st_ino for each in map(staging.__truediv__, renamed)}
+    began: list[Started] = []
+    submit(
+        recipe,
+        tmp_path / "out",
+        INLINE,
+        on_event=lambda e: began.append(e) if isinstance(e, Started) else None,
+    )
+    assert began[0].done_segments == len(plan(recipe)["segments"])
+    assert all((tmp_path / "out" / each.name).stat().st_ino == own for each, own in finished.items())
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_lost_bytes_of_chunks_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = saved_with_state(tmp_path)
+    recipe = mean_of(*roots, layout=str(roots[0]))
+    merge(recipe, tmp_path / "whole")
+
+    def gone(*_: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr("raymerge.publish.chunked_shards.ChunkedShards.complete", gone)
+    with pytest.raises(Killed):
+        submit(recipe, tmp_path / "out", INLINE)
+    monkeypatch.undo()
+    (staging,) = tmp_path.glob(".out.raymerge-*")
+    for file in staging.glob("*.distcp.part"):
+        file.write_bytes(bytes(file.stat().st_size))
+    submit(recipe, tmp_path / "out", INLINE)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_state_that_is_changed_meanwhile_is_noticed(tmp_path: Path) -> None:
+    roots = saved_with_state(tmp_path)
+    (roots[0] / "rng_state.pt").write_bytes(b"before")
+
+    def change(event: Event) -> None:
+        if isinstance(event, Started):
+            (roots[0] / "rng_state.pt").write_bytes(b"behind")
+
+    recipe = mean_of(*roots, layout=str(roots[0]))
+    with pytest.raises(CheckpointError, match=r"rng_state.pt: the file was changed while"):
+        submit(recipe, tmp_path / "out", INLINE, on_event=change)
+
+
+def test_sweep_gives_each_output_the_layout(tmp_path: Path) -> None:
+    roots = saved_with_state(tmp_path)
+    recipe = mean_of(*roots, layout=str(roots[0]))
+    recipe["models"][0]["parameters"]["weight"] = "$w"
+    submit_sweep({**recipe, "sweep": {"w": [0.25, 1]}, "outputs": "w{w}"}, tmp_path / "out", INLINE)
+    merge(mean_of(*roots, layout=str(roots[0])), tmp_path / "alone")
+    swept, alone = contents(tmp_path / "out" / "w1"), contents(tmp_path / "alone")
+    assert all(swept[key] == alone[key] for key in alone.keys() - {"README.md"})
+    assert contents(tmp_path / "out" / "w0.25")["__1_0.distcp"] != swept["__1_0.distcp"]
+    assert verify(tmp_path / "out" / "w0.25").problems == ()
+
+
+def test_output_in_chunks_is_replaced_and_resumes_nothing_else(tmp_path: Path) -> None:
+    roots = saved_with_state(tmp_path)
+    recipe = mean_of(*roots, layout=str(roots[0]))
+    merge(recipe, tmp_path / "out")
+    with pytest.raises(TargetError, match="this directory is not empty"):
+        submit(recipe, tmp_path / "out", INLINE)
+    submit(mean_of(roots[0]), tmp_path / "out", replace(INLINE, replace=True))
+    assert contents(tmp_path / "out").keys() == {"README.md", "model.safetensors"}
 
 
 # Damage
@@ -615,8 +773,11 @@ def test_checkpoints_of_four_ranks_are_averaged(form: str, saved_by_ranks: Path,
 def test_what_four_ranks_saved_is_merged_and_loaded_by_two(saved_by_ranks: Path, tmp_path: Path) -> None:
     roots = [saved_by_ranks / f"archives-{seed}" for seed in (1, 2)]
     merged = merge_here(mean_of(*roots), tmp_path / "merged")
-    write_chunks(tmp_path / "merged", roots[0], tmp_path / "out")
-    by_ranks("load", 2, tmp_path, [tmp_path / "out"])
-    loaded = load_file(tmp_path / "loaded-out.safetensors")
-    assert loaded.keys() == merged.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in merged.items())
+    for choice in ("keep", "drop"):
+        merge(mean_of(*roots, layout=str(roots[1]), training_state=choice), tmp_path / choice)
+    by_ranks("load", 2, tmp_path, [tmp_path / "keep", tmp_path / "drop"])
+    state = {"optimizer.exp": 2 * torch.ones(3), "optimizer.lr": torch.tensor(0.1)}
+    for choice, expected in (("keep", merged | state), ("drop", merged)):
+        loaded = load_file(tmp_path / f"loaded-{choice}.safetensors")
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())

@@ -176,7 +176,11 @@ def _save_all(rank: int, ranks: int, root: Path, seeds: Sequence[int]) -> None:
     _join(rank, ranks, root / "rendezvous")
     for seed in seeds:
         state = {key: _sharded(key, tensor, ranks) for key, tensor in state_of(seed).items()}
-        training = {"model": state, "optimizer": {"state": {"exp": torch.ones(3)}, "lr": 0.1}, "step": seed}
+        training = {
+            "model": state,
+            "optimizer": {"state": {"exp": seed * torch.ones(3)}, "lr": 0.1},
+            "step": seed,
+        }
         dcp.save(training, storage_writer=FileSystemWriter(root / f"archives-{seed}"))
         blobs = SerializationFormat.SAFETENSORS
         dcp.save(
@@ -193,12 +197,18 @@ def _save_all(rank: int, ranks: int, root: Path, seeds: Sequence[int]) -> None:
 
 
 def _load_all(rank: int, ranks: int, root: Path, places: Sequence[str]) -> None:
-    """Load checkpoints into this rank's shards, and save what is whole again as ``loaded-`` and its name."""
+    """Load checkpoints into this rank's shards, and save what is whole again as ``loaded-`` and its name,
+    with the optimizer's state where there is any."""
     _join(rank, ranks, root / "rendezvous-load")
     for place in places:
         state = {key: _sharded(key, torch.zeros_like(each), ranks) for key, each in state_of(0).items()}
-        dcp.load({"model": state}, checkpoint_id=place)
+        optimizer: dict[str, Any] = {"state": {"exp": torch.zeros(3)}, "lr": 0.0}
+        has_state = "optimizer.lr" in metadata_of(Path(place)).state_dict_metadata
+        dcp.load({"model": state} | ({"optimizer": optimizer} if has_state else {}), checkpoint_id=place)
         full = {key: each.full_tensor().contiguous() for key, each in state.items()}
+        if has_state:
+            full["optimizer.exp"] = optimizer["state"]["exp"]
+            full["optimizer.lr"] = torch.tensor(optimizer["lr"])
         if rank == 0:
             save_file(full, root / f"loaded-{Path(place).name}.safetensors")
     torch.distributed.destroy_process_group()

@@ -550,7 +550,7 @@ MUTATIONS = (
     Mutation("publish/record.py", "return {receipt.segment: receipt for", "return {0: receipt for", RESUME),
     Mutation(
         "publish/shards.py",
-        "key is None or ranges_digest(self._store, key, [span.extent], buffer) != span.digest",
+        "key is None or ranges_digest(self._reader, key, [span.extent], buffer) != span.digest",
         "key is None",
         SHARDS,
     ),
@@ -567,11 +567,11 @@ MUTATIONS = (
         "(shard, offset)",
         SHARDS,
     ),
-    Mutation("publish/finish.py", '!= shard["header"]:', '== b"":', "assemble/test_assemble_finish.py"),
+    Mutation("publish/finish.py", "!= header:", '== b"":', "assemble/test_assemble_finish.py"),
     Mutation(
         "publish/finish.py",
-        'file.nbytes != shard["nbytes"]',
-        'file.nbytes < shard["nbytes"]',
+        "file.nbytes != nbytes",
+        "file.nbytes < nbytes",
         "assemble/test_assemble_finish.py",
     ),
     Mutation(

@@ -42,7 +42,7 @@ from raymerge.publish.output_place import steps_directory
 from raymerge.publish.run_records import records_of
 from raymerge.runtime.driver import chained_merges
 from raymerge.runtime.driver import run as run_module
-from raymerge.runtime.driver.chained_merges import check_disk, kept_steps, steps_problems
+from raymerge.runtime.driver.chained_merges import check_disk, kept_steps, place_problems
 from raymerge.storage.addresses import StoreOptions, with_options
 
 Recipes = list[dict[str, Any]]
@@ -325,7 +325,7 @@ def test_a_plan_does_not_look_at_a_directory_that_may_be_of_another_machine(
 ) -> None:
     merges = plan_for(chain, tmp_path / "out", options)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert list(steps_problems(tmp_path / "out", options, merges)) == []
+    assert list(place_problems(tmp_path / "out", options, merges)) == []
     with pytest.raises(
         OptionError, match=rf"steps: you may not write in {tmp_path}\. Choose another --steps"
     ):

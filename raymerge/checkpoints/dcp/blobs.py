@@ -93,6 +93,10 @@ class BlobReader:
             what = f"{chunk.text()} is not stored as the metadata says: {error}."
             raise CheckpointError(Problem(where, what, _SAVE_AGAIN)) from error
 
+    def is_archive(self, key: str, offset: int) -> bool:
+        """Whether a blob is an archive of one tensor; else it is of all tensors in its file."""
+        return self.store.read(key, offset, len(_ARCHIVE_START)) == _ARCHIVE_START
+
     def _in_archive(self, tensor: SavedTensor, chunk: SavedChunk, start: bytes) -> Place:
         window = _Window(self.store, chunk.key, chunk.offset, chunk.nbytes, start)
         records = _records(window)

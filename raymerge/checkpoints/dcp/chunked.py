@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -29,6 +30,8 @@ class ChunkedTensors:
     """Of that file."""
     sidecars: tuple[str, ...]
     """Files beside the chunks that are the training's."""
+    twins: tuple[tuple[str, str], ...]
+    """Pairs of tensors with elements that are the same bytes."""
 
 
 def read_chunked(store: ReadStore, files: Sequence[FileInfo]) -> ChunkedTensors:
@@ -63,7 +66,24 @@ def read_chunked(store: ReadStore, files: Sequence[FileInfo]) -> ChunkedTensors:
         for key in layout.keys
     )
     sidecars = tuple(key for key in SIDECARS if key in infos)
-    return ChunkedTensors(headers, (_note(layout),), layout.model.left, layout.begins[-1], sidecars)
+    return ChunkedTensors(
+        headers,
+        (_note(layout),),
+        layout.model.left,
+        layout.begins[-1],
+        sidecars,
+        tuple(_twins(layout, places)),
+    )
+
+
+def _twins(layout: Layout, places: Mapping[tuple[str, tuple[int, ...]], Place]) -> Iterator[tuple[str, str]]:
+    holders: dict[tuple[str, int], str] = {}
+    for name, tensor in layout.model.tensors.items():
+        for chunk in tensor.chunks:
+            if math.prod(chunk.sizes):
+                first = holders.setdefault((chunk.key, places[name, chunk.begin].offset), name)
+                if first != name:
+                    yield first, name
 
 
 def _located(store: ReadStore, layout: Layout) -> dict[tuple[str, tuple[int, ...]], Place]:

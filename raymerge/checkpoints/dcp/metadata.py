@@ -6,11 +6,12 @@ The file is a pickle of torch's classes, read without building one of them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from raymerge.checkpoints.dcp.repickle import repickled
 from raymerge.checkpoints.dcp.unpickle import MOST_DIMENSIONS, Global, Made, unpickle
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
@@ -40,6 +41,8 @@ _CLASSES = {
 _SIZE = Global("torch", "Size")
 TORCH_DTYPES: Mapping[str, DType] = {each.torch_name: each for each in DType if each.torch_name}
 _MOST = 2**63 - 1
+_MOST_PARTS = 4
+"""Parts that are written for each byte that is read: some are names that are written once."""
 _DAMAGED = "Take the checkpoint from where it is whole, or have the training save it again."
 
 
@@ -69,6 +72,9 @@ class SavedTensor:
     @property
     def nbytes(self) -> int:
         return self.dtype.nbytes(math.prod(self.shape))
+
+    def nbytes_of(self, chunk: SavedChunk) -> int:
+        return self.dtype.nbytes(math.prod(chunk.sizes))
 
     @property
     def is_bare(self) -> bool:
@@ -109,6 +115,34 @@ def read_state(raw: bytes, where: str, files: Mapping[str, FileInfo]) -> SavedSt
     if problems := [*reader.problems, *_overlapping(reader.blobs, where)]:
         raise CheckpointError(shortened(problems, where))
     return SavedState(tensors, entries, _paths(fields.get("planner_data")))
+
+
+def metadata_of_some(raw: bytes, keys: Collection[str], moved: Mapping[tuple[str, int], int]) -> bytes:
+    """The bytes of a ``.metadata`` that ``read_state`` takes, for the tensors of these keys alone; ``moved``
+    are the new places of blobs, by file and place. Raises ValueError: it cannot be written again."""
+    content = unpickle(raw, _is_allowed)
+    fields = content.fields()
+    places = {
+        index: _moved(info, moved)
+        for index, info in fields["storage_data"].items()
+        if index.fields()["fqn"] in keys
+    }
+    paths = fields.get("planner_data")
+    own = {
+        "state_dict_metadata": _of(keys, fields["state_dict_metadata"]),
+        "planner_data": _of(keys, paths) if isinstance(paths, dict) else paths,
+        "storage_data": places,
+    }
+    return repickled(Made(content.by, (), {**fields, **own}), most=_MOST_PARTS * len(raw))
+
+
+def _of(keys: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in values.items() if key in keys}
+
+
+def _moved(info: Made, moved: Mapping[tuple[str, int], int]) -> Made:
+    fields = info.fields()
+    return Made(info.by, (), {**fields, "offset": moved[fields["relative_path"], fields["offset"]]})
 
 
 def _num_chunks(described: Mapping[str, Any]) -> int:

@@ -8,37 +8,92 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from raymerge.checkpoints.dcp.chunk_map import ChunkMap
 from raymerge.checkpoints.dcp.layout import Layout, read_layout
 from raymerge.errors import TransientError, UserError
 from raymerge.storage.local.buffers import ALIGNMENT, address_of
 from raymerge.storage.local.mapping import PageMaps
-from raymerge.storage.store import FileInfo, ReadStore, map_reads
+from raymerge.storage.store import FileInfo, ReadStore, WriteStore, map_reads
 
 ASSEMBLED = ".assembled"
 """The file that is not there."""
 ASSEMBLED_NBYTES = "assembled_nbytes"
 """What a plan calls its size."""
 _BLOCK_NBYTES = 256 << 10
-"""Most bytes that are read into memory of its own, to be put in their rows from there."""
-
+"""Most bytes that are moved through memory of its own, between a file and the rows that they are put in."""
 _ELEMENT = 8
 """Bytes of the largest elements."""
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
+    """``rows * width`` bytes of a file, that stand in rows of ``width`` bytes, ``stride`` apart."""
+
     key: str
     offset: int
     to: int
     rows: int
     width: int
     stride: int
+
+
+Members = Iterable[tuple[str, int, tuple[int, int]]]
+"""Names of tensors in a run of bytes, where each begins in it, and which of its bytes these are."""
+TensorChunks = tuple[Sequence[str], ChunkMap]
+"""The files of a tensor's chunks, by number, and what lies where in them."""
+
+
+def runs_of(members: Members, chunks_of: Callable[[str], TensorChunks]) -> Iterator[Run]:
+    for name, begin, own in members:
+        keys, chunk_map = chunks_of(name)
+        for file, where, to, *form in chunk_map.pieces(*own):
+            yield Run(keys[file], where, begin + to, *form)
+
+
+def fill(files: ReadStore, run: Run, buffer: memoryview) -> None:
+    """Read a run into the places that its bytes have in ``buffer``."""
+    if run.rows == 1 or run.width >= _BLOCK_NBYTES:
+        for row in range(run.rows):
+            to = run.to + row * run.stride
+            files.read_into(run.key, run.offset + row * run.width, buffer[to : to + run.width])
+        return
+    block = np.empty((min(_rows_at_once(run), run.rows), run.width), dtype=np.uint8)
+    for offset, part in _blocks(run, buffer):
+        some = block[: len(part)]
+        files.read_into(run.key, offset, some.reshape(-1).data)
+        part[:] = some
+
+
+def empty(files: WriteStore, run: Run, buffer: memoryview) -> None:
+    """Write a run from the places that its bytes have in ``buffer``."""
+    if run.rows == 1 or run.width >= _BLOCK_NBYTES:
+        for row in range(run.rows):
+            to = run.to + row * run.stride
+            files.write_at(run.key, run.offset + row * run.width, buffer[to : to + run.width])
+        return
+    for offset, part in _blocks(run, buffer):
+        files.write_at(run.key, offset, np.ascontiguousarray(part).reshape(-1).data)
+
+
+def _rows_at_once(run: Run) -> int:
+    return max(1, _BLOCK_NBYTES // run.width)
+
+
+def _blocks(run: Run, buffer: memoryview) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """Some rows of a run at a time: where they begin in the file, and their bytes in ``buffer``."""
+    target = np.frombuffer(buffer, dtype=np.uint8)
+    for row in range(0, run.rows, _rows_at_once(run)):
+        rows = min(_rows_at_once(run), run.rows - row)
+        begin = run.to + row * run.stride
+        reach = target[begin : begin + (rows - 1) * run.stride + run.width]
+        part = np.lib.stride_tricks.as_strided(reach, (rows, run.width), (run.stride, 1))
+        yield run.offset + row * run.width, part
 
 
 class ChunkedStore:
@@ -48,7 +103,7 @@ class ChunkedStore:
         self._files = files
         self._lock = threading.Lock()
         self._layout: Layout | None = None
-        self._maps: dict[str, tuple[tuple[str, ...], ChunkMap]] = {}
+        self._maps: dict[str, TensorChunks] = {}
 
     @property
     def is_far(self) -> bool:
@@ -77,7 +132,7 @@ class ChunkedStore:
         if key != ASSEMBLED:
             self._files.read_into(key, offset, buffer)
             return
-        map_reads(self, lambda run: self._fill(run, buffer), list(self._runs(offset, buffer.nbytes)))
+        map_reads(self, lambda run: fill(self._files, run, buffer), list(self._runs(offset, buffer.nbytes)))
 
     def read_extent(
         self,
@@ -126,42 +181,23 @@ class ChunkedStore:
         is_one = len(runs) == 1 and runs[0].rows == 1 and runs[0].width == nbytes
         return (runs[0].key, runs[0].offset) if is_one else None
 
-    def _runs(self, offset: int, nbytes: int) -> Iterator[_Run]:
+    def _runs(self, offset: int, nbytes: int) -> Iterator[Run]:
         """What bytes of the assembled file consist of; ``to`` counts from the first one."""
-        for name, begin, own in self._opened().members(offset, offset + nbytes):
-            keys, chunk_map = self._map(name)
-            for file, where, to, *form in chunk_map.pieces(*own):
-                yield _Run(keys[file], where, begin + to, *form)
-
-    def _fill(self, run: _Run, buffer: memoryview) -> None:
-        if run.rows == 1 or run.width >= _BLOCK_NBYTES:
-            for row in range(run.rows):
-                to = run.to + row * run.stride
-                self._files.read_into(run.key, run.offset + row * run.width, buffer[to : to + run.width])
-            return
-        target = np.frombuffer(buffer, dtype=np.uint8)
-        at_once = max(1, _BLOCK_NBYTES // run.width)
-        block = np.empty((min(at_once, run.rows), run.width), dtype=np.uint8)
-        for row in range(0, run.rows, at_once):
-            some = block[: min(at_once, run.rows - row)]
-            self._files.read_into(run.key, run.offset + row * run.width, some.reshape(-1).data)
-            begin, strides = run.to + row * run.stride, (run.stride, 1)
-            reach = target[begin : begin + (len(some) - 1) * run.stride + run.width]
-            np.lib.stride_tricks.as_strided(reach, some.shape, strides)[:] = some
+        return runs_of(self.layout().members(offset, offset + nbytes), self.chunks_of)
 
     def prepare(self) -> None:
         """Read the layout now, so that its memory is not that of who reads first; errors are left to that."""
         with suppress(UserError, TransientError):
-            self._opened()
+            self.layout()
 
-    def _opened(self) -> Layout:
+    def layout(self) -> Layout:
         with self._lock:
             if self._layout is None:
                 self._layout = read_layout(self._files, self._files.files())
             return self._layout
 
-    def _map(self, name: str) -> tuple[tuple[str, ...], ChunkMap]:
-        layout = self._opened()
+    def chunks_of(self, name: str) -> TensorChunks:
+        layout = self.layout()
         known = self._maps.get(name)
         if known is None:
             tensor = layout.model.tensors[name]

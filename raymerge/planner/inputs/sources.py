@@ -442,7 +442,7 @@ def _shown(section: Mapping[str, Any], field: str) -> str:
 
 _CHOOSING = frozenset({"methods", "router"})
 # Keys below which models are chosen that are named elsewhere.
-_NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source"}
+_NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source", "layout"}
 # Keys below which models are named that are merged only if they are named elsewhere too.
 Opener = Callable[[ModelReference], Checkpoint]
 
@@ -516,6 +516,12 @@ def _tokenizer_alone(recipe: AnyRecipe) -> object:
     return None if block is None or block.approximation in (None, "omp") else block.source
 
 
+def _layout_alone(recipe: AnyRecipe) -> ModelReference | None:
+    """The model of which nothing but the layout of its files is taken, or None."""
+    layout = recipe.layout if isinstance(recipe, Recipe) else None
+    return None if layout in {reference for _, reference in model_references(recipe)} else layout
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedModels:
     sources: tuple[Source, ...]
@@ -541,7 +547,9 @@ def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Look
         opened_sources, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
     problems = [_placed(each, recipe.where(*path)) for path, error in failures for each in error.problems]
     sound = [each for each in opened_sources.values() if each is not None]
-    raw = tuple(raw_problems(recipe, {source.reference: source.checkpoint for source in sound}))
+    alone = _layout_alone(recipe)
+    merged = {source.reference: source.checkpoint for source in sound if source.reference != alone}
+    raw = tuple(raw_problems(recipe, merged))
     return OpenedModels(
         sources=() if raw or not sound else tuple(_complete(opened_sources, sound[0])),
         problems=(*problems, *raw),
@@ -579,12 +587,15 @@ def _opened(
             if isinstance(error, TransientError):
                 raise
             failures.append((path, error))
-    return _with_configs(opened), failures
+    return _with_configs(opened, _layout_alone(recipe)), failures
 
 
-def _with_configs(opened: Mapping[ModelReference, Source | None]) -> dict[ModelReference, Source | None]:
-    """Training checkpoints, which have tensors alone, with the config of the first model that has one."""
-    sources = [each for each in opened.values() if each is not None]
+def _with_configs(
+    opened: Mapping[ModelReference, Source | None], layout: ModelReference | None
+) -> dict[ModelReference, Source | None]:
+    """Training checkpoints, which have tensors alone, with the config of the first model that has one, but
+    that of which nothing but the ``layout`` is taken."""
+    sources = [each for each in opened.values() if each is not None and each.reference != layout]
     lead = next((each for each in sources if not each.checkpoint.is_raw), None)
 
     def completed(source: Source) -> Source:

@@ -43,6 +43,7 @@ from raymerge.planner.matching.compatibility import (
 from raymerge.planner.matching.input_resolver import InputResolver, open_inputs
 from raymerge.planner.matching.method_assignment import OWN, MethodAssignment
 from raymerge.planner.outputs.embeddings_and_heads import TieDecision, settle_tie, with_heads
+from raymerge.planner.outputs.layout import DecidedLayout, decide_layout
 from raymerge.planner.outputs.loaders import loader_notes
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.outputs.scale_groups import join_scales, joined_notes, several_formats
@@ -168,6 +169,8 @@ class Decided:
     rules: tuple[str, ...] = ()
     tie: TieDecision = field(default_factory=lambda: TieDecision("", "", None, _KEPT))
     tokenizer: TokenizerChanges = field(default_factory=TokenizerChanges)
+    layout: DecidedLayout | None = None
+    """None for safetensors."""
 
 
 def finish_plan(decided: Decided, *, version: str) -> Plan:
@@ -183,7 +186,8 @@ def finish_plan(decided: Decided, *, version: str) -> Plan:
     decided = replace(decided, outputs=(), sources=(), dispositions=Dispositions(()))
     made, shards, segments = _made(decided, outputs, donor, weights)
     del outputs
-    others = other_tables(shards, segments, {**decided.tokenizer.files, **beside.files})
+    of_layout = {} if decided.layout is None else decided.layout.written
+    others = other_tables(shards, segments, {**decided.tokenizer.files, **beside.files, **of_layout})
     manifest |= _numbered(made)
     tables = {**made.tables, **others, "dispositions": dispositions}
     plan = make_plan(manifest, tables, decided.findings.problems())
@@ -211,7 +215,7 @@ def _made(
 ) -> tuple[OpTables, Sequence[tuple[str, FileLayout]], Sequence[Segment]]:
     """The tables of what is made, its shards, and its segments."""
     findings = decided.findings
-    shards = place_shards(outputs, decided.recipe.shard_size)
+    shards = place_shards(outputs, decided.recipe.shard_size if decided.layout is None else 0)
     if findings.is_empty:
         findings.extend(config_problems(_planned(outputs, shards, decided.config, donor), weights))
     ops = place_ops(outputs, shards)
@@ -236,6 +240,7 @@ def _manifest(decided: Decided, version: str, left_out: Iterable[str]) -> dict[s
         "left_out": [*decided.tokenizer.left_out, *left_out],
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
         "notes": [*recipe.notes, *decided.notes, *loader_notes(decided.outputs, rules_of(decided.config))],
+        **({} if decided.layout is None else {"layout": decided.layout.to_json()}),
     }
 
 
@@ -318,6 +323,10 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
         outputs = builder.scales.without_table(outputs, donor.index)
     resized = builder.embeddings.settle(outputs, donor)
     config = with_fields(config, tokenizer.config or vocabulary_size(config, resized) if resized else {})
+    layout, misfits = decide_layout(recipe, sources, stored_outputs(outputs))
+    findings.extend(misfits)
+    if layout is not None and recipe.training_state == "keep":
+        builder.dispositions.copy_state(layout.source)
     return Decided(
         recipe=recipe,
         sources=tuple(sources),
@@ -330,7 +339,13 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
         config=config,
         tie=tie,
         tokenizer=tokenizer,
-        notes=(*context.notes(outputs), *joined_notes(joined, sources), *several_formats(outputs, donor)),
+        notes=(
+            *context.notes(outputs),
+            *joined_notes(joined, sources),
+            *several_formats(outputs, donor),
+            *(() if layout is None else (layout.note,)),
+        ),
+        layout=layout,
     )
 
 
@@ -355,6 +370,8 @@ def _rule_of_unused(context: PlanContext, merged: Collection[int], unused: Unuse
     if not unused.name:
         return None  # That an adapter's tensor has none to go to is said already.
     if source not in merged:
+        if resolver.sources[source].reference == recipe.layout:
+            return Rule.LAYOUT_ONLY
         return Rule.MADE_ROWS_OF if resolver.is_donor_matrix(source, unused.name) else Rule.CONFIG_ONLY
     if not context.aligner.expects(source, unused.name):
         if not recipe.modules:

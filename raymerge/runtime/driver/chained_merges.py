@@ -31,6 +31,7 @@ from raymerge.errors import (
     UserError,
 )
 from raymerge.events import OnEvent, StepKept, StepStarted
+from raymerge.merge_plan.plan import planned_layout, weight_files
 from raymerge.methods import find_method
 from raymerge.options import STEPS_WANTED, RunOptions
 from raymerge.planner.explain import StageLine
@@ -62,9 +63,10 @@ from raymerge.verifier.structure import PROVENANCE_FILE, verify_structure
 _ELSEWHERE = "Choose another --steps."
 
 
-def check_steps(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]) -> None:
-    """Raises OptionError without a harmless, writable directory for intermediate results."""
-    problems = dict.fromkeys(steps_problems(output, options, merges))
+def check_places(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]) -> None:
+    """Raises OptionError for an output that cannot be written where it is to be, and without a harmless,
+    writable directory for intermediate results."""
+    problems = dict.fromkeys(place_problems(output, options, merges))
     if options.steps is not None and has_steps(merges):
         place = nearest(steps_directory(output, options.steps).parent)
         if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
@@ -74,10 +76,15 @@ def check_steps(output: Path | str, options: RunOptions, merges: Sequence[Planne
         raise OptionError(problems)
 
 
-def steps_problems(
+def place_problems(
     output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]
 ) -> Iterator[Problem]:
-    """What is wrong with that directory by its name: it may be another machine's."""
+    """What is wrong with the place of the output, and that directory, by their names: they may be another
+    machine's."""
+    if is_remote(str(output)) and planned_layout(merges[-1].plan) is not None:
+        what = "objects are written from begin to end, and files of chunks of a 'layout' are not."
+        remedy = "Give a directory as -o, and copy the result there; or take 'layout' out."
+        yield Problem(shown(str(output)), what, remedy)
     if not has_steps(merges):
         return
     if options.steps is None and is_remote(str(output)):
@@ -203,7 +210,7 @@ def _missing_nbytes(merge: PlannedMerge, place: Path | str, steps: Path) -> int:
     if place.parent == steps and place.exists():
         return 0
     staging = LocalStaging(Path(os.path.realpath(place)), merge.plan)
-    nbytes = 0 if staging.root.exists() else sum(merge.plan["shards"].column("nbytes").to_pylist())
+    nbytes = 0 if staging.root.exists() else sum(weight_files(merge.plan).values())
     left = (each for other in staging.others() for each in other.rglob("*"))
     return nbytes - sum(each.lstat().st_blocks * 512 for each in left)
 
@@ -374,7 +381,7 @@ class MergeJob:
 
         Raises what ``Run`` raises, and OptionError without a directory for intermediate results."""
         self._merges = tuple(merges)
-        check_steps(beside or output, options, self._merges)
+        check_places(beside or output, options, self._merges)
         self._output = output
         self._root = steps_directory(beside or output, options.steps)
         self._options = options

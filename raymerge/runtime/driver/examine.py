@@ -20,6 +20,7 @@ from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.plan import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import names_file
+from raymerge.publish.chunks import output_store
 from raymerge.publish.finish import STORY, places_in
 from raymerge.publish.output_place import MANIFEST
 from raymerge.publish.record import NAME, RECORD, Ledger, object_at
@@ -197,7 +198,7 @@ class ExamineWork:
 
     def open(self, device: torch.device, name: str) -> Runner:  # noqa: ARG002 - float64 is for processors
         sources = [open_store(root) for root in self.roots]
-        output = None if self.output is None else open_store(self.output)
+        output = None if self.output is None else output_store(self.spec.plan, self.output)
         stores = (*sources, *([] if output is None else [output]))
         return _ExamineRunner(self.spec.examiner(sources, output), stores, name)
 

@@ -19,10 +19,12 @@ from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, files_at
 from raymerge.errors import CheckpointError, Problem, UserError, VerificationError, shortlist
 from raymerge.execute.receipts import op_digests
+from raymerge.merge_plan.plan import weight_files
 from raymerge.merge_plan.tables import Plan, load_plan
 from raymerge.planner.inputs.sources import Opener, holdings, open_reference, pickles_read
 from raymerge.planner.merges import PlannedMerge, plan_merges
 from raymerge.publish import finish
+from raymerge.publish.chunks import output_store
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.record import NAME, RECORD, Ledger, difference
 from raymerge.publish.staging import NUMERICS, RECIPE, numerics_bytes
@@ -96,8 +98,7 @@ def files_apart(output: Output, merge: PlannedMerge, recorded: finish.Provenance
             for key, content in finish.config_files(merge.plan, files, donor.config).items():
                 if not _holds(output.store, key, content):
                     yield output.problem(key, "it is not what the plan makes.")
-    shards = merge.plan["shards"].column("name").to_pylist()
-    for key in sorted(expected - {*shards, CONFIG_FILE, INDEX_FILE}):
+    for key in sorted(expected - {*weight_files(merge.plan), CONFIG_FILE, INDEX_FILE}):
         if key not in recorded.files:
             yield output.problem(PROVENANCE_FILE, f"it has no digest of {key}, which such a merge writes.")
         elif recorded.files[key] != digests.get(key, recorded.files[key]):
@@ -198,7 +199,8 @@ def _replayed(
     output: Output, plan: Plan, recorded: finish.Provenance, sources: _SourceLookup
 ) -> ReplayVerdict:
     digests = op_digests(Ledger.read(output.ledger).values())
-    findings = differing_ops(plan, output.store, digests, output.name)
+    with output_store(plan, output.place) as tensors:
+        findings = differing_ops(plan, tensors, digests, output.name)
     problems = [
         *changed_files(output, plan, recorded),
         *findings.problems,

@@ -32,6 +32,7 @@ from raymerge.errors import (
 from raymerge.events import OnEvent
 from raymerge.execute.receipts import Receipt, op_digests
 from raymerge.execute.stored_scales import check_scales
+from raymerge.merge_plan.plan import planned_layout, weight_files
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
@@ -156,6 +157,7 @@ def planned(plan: Plan, peak: int, notes: Sequence[str] = ()) -> events.Planned:
         notes=tuple(notes),
         made=tensors_by_use(plan),
         lead="" if "made_by" in lead else str(lead["name"]),
+        is_loadable=bool(plan.manifest["config"]) and planned_layout(plan) is None,
     )
 
 
@@ -270,6 +272,10 @@ class Run:
         self._recipes = tuple(recipes)
         self._donor = sources[int(self._plan.manifest["donor"])]
         self._companions = versions.companion_versions(self._donor)
+        layout = planned_layout(self._plan)
+        self._layout = None if layout is None else self._held[layout.source]
+        """The checkpoint whose layout the output has."""
+        self._layout_files = versions.layout_versions(self._plan, self._layout)
         self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
         self._warn_encoding_error = warn_encoding_error
         self._journal = journal
@@ -373,7 +379,8 @@ class Run:
         if self._journal is not None:
             self._journal.open(self._staging.root / RECORD, self._staging.keep_journal)
         store = held.enter_context(LocalStore(self._staging.root))
-        shards = self._staging.shards(store)
+        layout = None if self._layout is None else held.enter_context(open_store(self._layout.place))
+        shards = self._staging.shards(store, layout)
         return Begun(lease, ledger, store, shards, shards.take_up(ledger))
 
     def record(self, begun: Begun, parts: Receipts) -> Receipts:
@@ -413,6 +420,7 @@ class Run:
                     store, reports, numerics=pool.numerics, digests=op_digests(receipts.values())
                 )
             versions.check_companions(self._donor, self._companions)
+            versions.check_layout(self._plan, self._layout, self._layout_files)
             lease.confirm()
             self._staging.sweep(files)
         verdict = verify_structure(self._staging.root).require()
@@ -430,6 +438,7 @@ class Run:
             "numerics": numerics,
             "versions": versions.file_versions(self._held),
             "companions": companions and [[key, contents or version] for key, version in companions],
+            **({} if self._layout is None else {"layout": self._layout_files}),
             **versions.condition_of(versions.commits_taken(self._sources)),
         }
 
@@ -501,7 +510,7 @@ class Run:
                 parents=parents_of(self._sources),
             )
             # Config and index come last, and the plan has all that is in them.
-            others = finished - {*self._plan["shards"].column("name").to_pylist(), CONFIG_FILE, INDEX_FILE}
+            others = finished - {*weight_files(self._plan), CONFIG_FILE, INDEX_FILE}
             record = provenance(
                 self._plan,
                 self._sources,

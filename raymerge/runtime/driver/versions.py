@@ -14,6 +14,7 @@ from typing import Any
 from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
 from raymerge.merge_plan.files_read import SourceFile
+from raymerge.merge_plan.plan import Plan, weight_files
 from raymerge.planner.inputs.sources import RESULT_FILE, Prepared, Source
 from raymerge.publish.record import NAME, RECORD, conditions_in, object_at
 from raymerge.publish.run_records import records_of
@@ -62,13 +63,32 @@ def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> N
     other merges must not have been written to since."""
     if problems := _touched(donor.checkpoint):
         raise CheckpointError(problems)
-    now = dict(companion_versions(donor) or ())
-    changed = [key for key, version in before or () if now.get(key) != version]
+    _check_same(donor.name, before or (), companion_versions(donor) or ())
+
+
+def layout_versions(plan: Plan, layout: Holding | None) -> list[list[str]]:
+    """Key and version of every file that is copied with the layout of a checkpoint; none without one."""
+    if layout is None:
+        return []
+    with open_store(layout.root) as store:
+        infos = store.infos([*weight_files(plan)])
+    return [[key, info.version] for key, info in infos.items() if info is not None]
+
+
+def check_layout(plan: Plan, layout: Holding | None, before: Sequence[Sequence[str]]) -> None:
+    """Raises CheckpointError with every such file that is not the one from when the run began."""
+    if layout is not None:
+        _check_same(layout.name, before, layout_versions(plan, layout))
+
+
+def _check_same(name: str, before: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> None:
+    versions = {each[0]: each[1] for each in now}
+    changed = [key for key, version in before if versions.get(key) != version]
     if changed:
         raise CheckpointError(
             Problem(
-                f"{donor.name}: {key}",
-                f"the file was {'changed' if key in now else 'removed'} while the model was merged.",
+                f"{name}: {key}",
+                f"the file was {'changed' if key in versions else 'removed'} while the model was merged.",
                 _START_AGAIN,
             )
             for key in changed
