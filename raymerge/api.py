@@ -66,6 +66,7 @@ from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
 from raymerge.runtime.driver.in_process import run_options
+from raymerge.runtime.driver.merge_store import open_merge
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
 from raymerge.runtime.driver.report_run import ReportRun, Subject, subject_of_merge, subject_of_output
 from raymerge.runtime.driver.run import RunResult
@@ -214,7 +215,7 @@ def _reported(
 
 
 def evaluate(
-    model: str | Path,
+    model: RecipesLike,
     texts: Sequence[str | Path],
     *,
     length: int | None = None,
@@ -228,11 +229,13 @@ def evaluate(
     -log p(token), in nats, computed in float32 on the CPU with one layer in memory at a time.
 
     Args:
-        model: a directory, Hub name or address, with an adapter on it if ``+`` and its place follow.
+        model: a directory, Hub name or address, with an adapter on it if ``+`` and its place follow; or a
+            recipe as ``plan`` takes it (a file, if text), whose result is not written.
         texts: files, UTF-8.
         length: tokens of a window; None for 512, or what the model reads at once if that is less.
         tokens: most tokens of each file that are judged, from its start.
-        memory: bytes; None for half of what is free. Hidden states that do not fit go to a file.
+        memory: bytes; None for half of what is free. Hidden states that do not fit go to a file. Of a recipe
+            half is for what makes its result.
         threads: threads that compute; None for torch's.
         scratch: directory for that file; None for the system's.
         on_layer: called after each layer with the number of layers that are done, and of all.
@@ -244,33 +247,48 @@ def evaluate(
         NonFiniteError: the model computes NaN or infinity; which layer does."""
     if not texts:
         raise OptionError(Problem("--texts", "there is no file.", "Name one or more."))
-    source = _opened_source(model)
-    reader = TextReader(source, length=length, num_tokens=tokens)
-    budget = free_memory() // 2 if memory is None else memory
-    with _torch_threads(threads), OwnDirectory(scratch) as spill:
-        evaluator = Evaluator(reader.read([str(path) for path in texts]), budget=budget, spill=spill)
-        losses = evaluator.losses(source, on_layer=on_layer)
-    return Evaluation(source.name, reader.length, losses)
+    count = _checked_threads(threads)
+    making = None if memory is None else memory // 2
+    with _evaluated(model, RunOptions(inline=True, memory=making, threads=threads)) as source:
+        reader = TextReader(source, length=length, num_tokens=tokens)
+        files = reader.read([str(path) for path in texts])
+        is_made = source.checkpoint.opener is not None
+        budget = (free_memory() // 2 if memory is None else memory) // (1 + is_made)
+        with _torch_threads(count), OwnDirectory(scratch) as spill:
+            losses = Evaluator(files, budget=budget, spill=spill).losses(source, on_layer=on_layer)
+        return Evaluation(source.name, reader.length, losses)
 
 
 @contextmanager
-def _torch_threads(threads: int | None) -> Iterator[None]:
+def _evaluated(model: RecipesLike, making: RunOptions) -> Iterator[Source]:
+    """A model, or the result of a recipe, which is made as it is read."""
+    if isinstance(model, str | Path) and not os.path.isfile(model):
+        reference = parsed_model(str(model))
+        checkpoint = open_reference(reference)
+        # Its options say where it is found, and not which it is.
+        yield with_adapter(source_of(0, reference, replace(checkpoint, name=shown(checkpoint.name))))
+        return
+    with open_merge(plan_for(model, "merged"), making) as source:
+        name = str(model) if isinstance(model, str | Path) else source.name
+        yield replace(source, checkpoint=replace(source.checkpoint, name=name))
+
+
+def _checked_threads(threads: int | None) -> int:
+    """The threads to compute with; None for torch's. Raises OptionError."""
     if threads is not None and threads < 1:
         what = f"{threads} threads cannot compute anything."
         raise OptionError(Problem("--threads", what, "Give 1 or more, or leave it out."))
+    return threads or torch.get_num_threads()
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _opened_source(path: str | Path) -> Source:
-    reference = parsed_model(str(path))
-    checkpoint = open_reference(reference)
-    # Its options say where it is found, and not which it is.
-    return with_adapter(source_of(0, reference, replace(checkpoint, name=shown(checkpoint.name))))
 
 
 def inspect(path: str | Path) -> Inspection:

@@ -26,7 +26,7 @@ _MEMORY_HELP = "Memory to use, like 4GiB; half of what is free by default."
 
 @looking
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a recipe.")],
     *,
     texts: Annotated[list[str], typer.Option("--texts", metavar="FILE", help=_TEXTS_HELP)],
     length: Annotated[int | None, typer.Option(metavar="N", help=_LENGTH_HELP)] = None,
@@ -44,7 +44,9 @@ def evaluate(
     profile: ProfileFile = None,
     as_json: AllAsJson = False,
 ) -> int:
-    """Measure the loss of texts under a model, with one layer in memory at a time."""
+    """Measure the loss of texts under a model, with one layer in memory at a time.
+
+    Of a recipe, what it would make is measured without being written."""
     place, limit = reached(model, profile), read_memory(memory)
     with own_stdout(as_json=as_json) as out:
         with _progress(out) as show:

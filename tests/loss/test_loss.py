@@ -326,6 +326,24 @@ def test_the_command_and_the_function(tmp_path: Path) -> None:
     assert set(told) == {"model", "length", "texts", "mean"}
 
 
+def test_a_recipe_is_measured_without_being_written(tmp_path: Path) -> None:
+    models = [str(tmp_path / str(seed)) for seed in (1, 2)]
+    for seed, root in enumerate(models, start=1):
+        reading_base(Path(root), seed=seed)
+    entries = [{"model": root, "parameters": {"weight": 0.5}} for root in models]
+    recipe = {"merge_method": "linear", "dtype": "bfloat16", "models": entries}
+    write_json(tmp_path / "recipe.yml", recipe)
+    path = written(tmp_path / "t.txt", random_texts(1, 70)[0])
+    out = raymerge.submit(recipe, tmp_path / "out", raymerge.RunOptions(inline=True)).output
+    expected = raymerge.evaluate(out, [path]).texts
+    before = sorted(tmp_path.rglob("*"))
+    for asked in (recipe, tmp_path / "recipe.yml"):
+        found = raymerge.evaluate(asked, [path], memory=1 << 28)
+        assert found.texts == expected
+    assert found.model == str(tmp_path / "recipe.yml")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.slow
 def test_the_quickstart_s_own_evaluation_agrees(shared_root: Path) -> None:
     pack = shared_root / "behaviour"
