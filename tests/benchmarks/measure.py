@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -180,8 +181,9 @@ def tree(root: int) -> list[int]:
     while waiting:
         pid = waiting.pop()
         found.append(pid)
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            waiting += map(int, _text(children).split())
+        with suppress(FileNotFoundError):  # it has ended
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                waiting += map(int, _text(children).split())
     return found
 
 
