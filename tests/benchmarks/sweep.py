@@ -4,10 +4,12 @@
 
 ``linear``: eight weights of four models. ``ties``: four weights by two densities of three models on their
 base. ``windows``: the means of the last two, three and four of four checkpoints; the separate merge is the
-largest alone. Each is made as one sweep, and as separate merges one after the other, as users give the
-commands; then comes the fastest program that reads what the sweep reads and writes as many copies of a model
-as it does. Rounds take turns. It prints the shortest of each and their ratios. 25 GB of disk for models of
-1 GB.
+largest alone. ``torch_dist``: of the last two, three and five of five as Megatron saves them from four ranks
+of tensor parallelism. Each is made as one sweep, and as separate merges one after the other, as users give
+the commands; then comes the fastest program that reads what the sweep reads and writes as many copies of a
+model as it does. Of windows the last column compares with the largest alone and what that program takes for
+the other copies. Rounds take turns. It prints the shortest of each and their ratios. 30 GB of disk for models
+of 1 GB.
 """
 
 from __future__ import annotations
@@ -22,20 +24,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import Sample, machine, measure
 from benchmarks.parents import SIZES, make_parents, weights_of
 from benchmarks.programme import TOKENIZER
+from kits.training_checkpoint import Box, grid, save_chunks, whole
 
 _PROGRAM = str(Path(sys.executable).with_name("raymerge"))
 _LIMIT = Path(__file__).with_name("limit.py")
 _TITLES = (
     *("sweep", "outputs", "read", "written", "one sweep", "of its cores", "the limit", "separate merges"),
-    *("sweep : limit", "separate : sweep"),
+    *("sweep : limit", "separate : sweep", "windows : largest and other writes"),
 )
+_RANKS = 4
+_CUT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +87,41 @@ def _windows(parents: Sequence[Path], root: Path) -> Case:
         place = run / f"step-{number}"
         place.unlink(missing_ok=True)
         place.symlink_to(parent, target_is_directory=True)
-    windows = [2, 3, 4]
+    return _averages(run, [2, 3, 4], parents)
+
+
+def _torch_dist(parents: Sequence[Path], root: Path) -> Case:
+    run = root / "iterations"
+    inputs = [*parents, parents[0]]
+    for number, parent in enumerate(inputs, start=1):
+        _save_torch_dist(run / f"iter_{number:07d}", load_file(weights_of(parent)))
+    return _averages(run, [2, 3, 5], inputs)
+
+
+def _save_torch_dist(place: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def boxes(name: str, tensor: torch.Tensor) -> list[Box]:
+        if tensor.dim() == 1:
+            return whole(tensor)
+        dim = 1 if name.endswith(_CUT_BY_COLUMNS) else 0
+        width = tensor.shape[dim] // _RANKS
+        cuts = tuple(rank * width for rank in range(1, _RANKS))
+        return grid(tensor.shape, *([()] * dim), cuts)
+
+    save_chunks(place, tensors, {name: boxes(name, each) for name, each in tensors.items()}, files=_RANKS)
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+
+
+def _averages(run: Path, windows: Sequence[int], inputs: Sequence[Path]) -> Case:
     checkpoints = {"root": str(run), "schedule": "linear"}
-    largest = {"checkpoints": {**checkpoints, "windows": windows[-1:]}}
-    return Case({"checkpoints": {**checkpoints, "windows": windows}}, [largest], parents)
+    largest = {"checkpoints": {**checkpoints, "windows": [windows[-1]]}}
+    return Case({"checkpoints": {**checkpoints, "windows": [*windows]}}, [largest], inputs)
 
 
 CASES: Mapping[str, Callable[[Sequence[Path], Path], Case]] = {
     "linear": _linear,
     "ties": _ties,
     "windows": _windows,
+    "torch_dist": _torch_dist,
 }
 
 
@@ -117,14 +149,14 @@ def _measured(name: str, case: Case, root: Path, rounds: int) -> tuple[str, ...]
     swept = _written(root, name, case.sweep)
     # The first of each kind compiles loops.
     _run([_PROGRAM, "submit", "--json", str(recipes[0]), "-o"], root)
-    one, limits, apart, written = [], [], [], 0
+    one, limits, alone, apart, written = [], [], [], [], len(_outputs(case))
     for _ in range(rounds):
         one.append(_run([_PROGRAM, "submit", "--json", str(swept), "-o"], root))
-        written = len(_outputs(case))
-        limit = [sys.executable, str(_LIMIT), "--copies", str(written)]
-        limits.append(_run(limit, root, *files))
+        limits.append(_run(_limit(written), root, *files).run)
+        if "checkpoints" in case.sweep:
+            alone.append(_run(_limit(1), root, *files).run)
         apart.append([_run([_PROGRAM, "submit", "--json", str(each), "-o"], root) for each in recipes])
-    best, least = min(one, key=lambda each: each.wall), min(each.run for each in limits)
+    best, least = min(one, key=lambda each: each.wall), min(limits)
     separate = min(sum(each.wall for each in own) for own in apart)
     nbytes = os.path.getsize(files[0])
     return (
@@ -138,7 +170,20 @@ def _measured(name: str, case: Case, root: Path, rounds: int) -> tuple[str, ...]
         f"{separate:.1f} s ({len(recipes)})",
         f"{best.run / least:.2f}",
         f"{separate / best.wall:.2f}",
+        _over_largest(best, min((own[0] for own in apart), key=lambda each: each.wall), least, alone),
     )
+
+
+def _limit(copies: int) -> list[str]:
+    return [sys.executable, str(_LIMIT), "--copies", str(copies)]
+
+
+def _over_largest(sweep: Sample, largest: Sample, limit: float, alone: Sequence[float]) -> str:
+    if not alone:
+        return ""
+    others = limit - min(alone)
+    run = sweep.run / (largest.run + others)
+    return f"{sweep.wall / (largest.wall + others):.2f} ({run:.2f} from the first byte)"
 
 
 def _outputs(case: Case) -> Sequence[object]:
