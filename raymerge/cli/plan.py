@@ -18,7 +18,7 @@ from raymerge.cli.messages import looking, show_problems
 from raymerge.cli.options import AllAsJson, Memory, ProfileFile, RecipeFile, planned_options, read_memory
 from raymerge.cli.render.reports import Account, show_accounts
 from raymerge.cli.render.screen import Output, make_console, own_stdout
-from raymerge.cli.render.sweeps import SweepAccount, show_sweep
+from raymerge.cli.render.sweeps import SimulatedRun, SweepAccount, show_sweep
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_alone, join
@@ -89,10 +89,9 @@ def plan(
 def _plan_sweep(
     recipe: str, place: str, options: RunOptions, out: Output, *, cluster: Cluster | None, tensors: bool
 ) -> int:
-    if cluster is not None:
-        what = "runs of several outputs are not simulated."
-        raise OptionError(Problem("--simulate", what, "Leave it out, or plan one of the outputs alone."))
     account = explain_sweep(recipe, place, options, title=recipe)
+    if cluster is not None and not account.problems:
+        account = replace(account, runs=_simulated_sweep(account, cluster))
     if out.as_json:
         out.json({"recipe": recipe, **account.to_json(tensors=tensors)})
     else:
@@ -122,6 +121,31 @@ def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, 
         results[index] = replace(account, simulation=run)
         cluster = replace(cluster, startup=0.0)
     return tuple(results)
+
+
+def _simulated_sweep(account: SweepAccount, cluster: Cluster) -> tuple[SimulatedRun, ...]:
+    """Runs of the merges before the last, and of the outputs that are not there yet, as they are read."""
+    from raymerge.merge_plan.memory import lanes_of, project
+    from raymerge.planner.simulation import simulate_plan
+    from raymerge.runtime.driver.sweep_run import read_groups
+
+    missing = [number for number, each in enumerate(account.accounts) if not each.is_made]
+    outputs = [account.places[number] for number in missing]
+    budget = max((each.explanation.memory.budget for each in account.accounts), default=0)
+    lanes = cluster.lanes or lanes_of(cluster.threads)
+    last = [project(each.merges[-1].plan, cluster.memory or budget, lanes=lanes) for each in outputs]
+    check_memory(cluster, last)
+    before = {merge.plan.digest: merge for each in outputs for merge in each.merges[:-1]}
+    made: list[tuple[tuple[str, ...], list[Plan]]]
+    made = [((str(merge.recipe.name),), [merge.plan]) for merge in before.values()]
+    for group in read_groups(outputs, last):
+        own = [outputs[number] for number in group.numbers]
+        made.append((tuple(each.name for each in own), [each.merges[-1].plan for each in own]))
+    runs: list[SimulatedRun] = []
+    for names, (plan, *beside) in made:
+        runs.append(SimulatedRun(names, simulate_plan(plan, cluster, budget, beside=beside)))
+        cluster = replace(cluster, startup=0.0)
+    return tuple(runs)
 
 
 def default_output(recipe: str) -> str:

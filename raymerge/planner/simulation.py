@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem
+from raymerge.merge_plan.joint import joint_read_bytes
 from raymerge.merge_plan.memory import Lane, lanes_of, op_kinds, project
 from raymerge.merge_plan.plan import (
     Ints,
@@ -184,10 +185,32 @@ class Simulation:
         return {"seconds": self.seconds, "limiter": self.limiter, **asdict(self)}
 
 
+def _joint_loads(
+    plans: Sequence[Plan], lane: Lane, speeds: MethodSpeeds, *, compute: float | None
+) -> SegmentLoads:
+    """Those of plans that are made of one read. What is computed once for several counts for each."""
+    each = [segment_loads(plan, lane, speeds, compute=compute) for plan in plans]
+    if len(each) == 1:
+        return each[0]
+    # Passes over what a lane cannot keep are the same ones for all.
+    again = [own.read_bytes - joint_read_bytes([plan]) for own, plan in zip(each, plans, strict=True)]
+    return SegmentLoads(
+        joint_read_bytes(plans) + np.max(again, axis=0),
+        np.sum([own.write_bytes for own in each], axis=0),
+        np.sum([own.thread_seconds for own in each], axis=0),
+    )
+
+
 def simulate_plan(
-    plan: Plan, cluster: Cluster, budget: int, *, speeds: MethodSpeeds | None = None
+    plan: Plan,
+    cluster: Cluster,
+    budget: int,
+    *,
+    speeds: MethodSpeeds | None = None,
+    beside: Sequence[Plan] = (),
 ) -> Simulation:
-    """Estimate the run of a plan, and that with half and with twice as many workers.
+    """Estimate the run of a plan, and that with half and with twice as many workers; ``beside`` are plans
+    that are made with it of one read.
 
     ``budget`` and ``speeds`` count where the cluster does not say; ``speeds`` None is what was measured.
 
@@ -196,12 +219,16 @@ def simulate_plan(
     if shortage := memory.shortage("--simulate memory"):
         raise OptionError(shortage)
     cluster, speeds = replace(cluster, lanes=memory.lanes, memory=memory.budget), speeds or measured_speeds()
-    loads = segment_loads(plan, memory.lane, speeds, compute=cluster.compute)
+    plans = (plan, *beside)
+    lane = memory.together(len(plans)).lane
+    loads = _joint_loads(plans, lane, speeds, compute=cluster.compute)
     run, busy = run_seconds(loads, cluster)
-    finishing = _FINISHING_SECONDS + _FINISHING_PER_TENSOR * len(plan["tensors"])
+    finishing = sum(_FINISHING_SECONDS + _FINISHING_PER_TENSOR * len(each["tensors"]) for each in plans)
     numbers = {max(1, cluster.workers // 2), 2 * cluster.workers} - {cluster.workers}
     others = {each: run_seconds(loads, replace(cluster, workers=each))[0] for each in sorted(numbers)}
-    used = {each.method for each in plan.expressions} & methods().keys() - speeds.by_method.keys()
+    used = {
+        each.method for own in plans for each in own.expressions
+    } & methods().keys() - speeds.by_method.keys()
     return Simulation(
         cluster=cluster,
         segments=len(loads),

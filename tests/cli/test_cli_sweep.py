@@ -81,6 +81,27 @@ def test_results_between_are_told_and_kept_once_for_all_outputs(folder: Path) ->
     assert "not kept" not in audit.text
 
 
+def test_a_simulated_sweep_reads_once_for_what_is_made_together(folder: Path) -> None:
+    simulate = ("--simulate", "workers=2 storage=1GB/s startup=1s")
+    told = json.loads(_run(folder, "plan", "recipe.yml", "--json", *simulate).text)
+    runs = told["simulations"]
+    assert [each["made"] for each in runs] == [each["outputs"] for each in told["reads"]]
+    assert (
+        sum(each["read_bytes"] for each in runs)
+        == told["read_bytes"]
+        < 2.5 * told["outputs"][0]["read_bytes"]
+    )
+    # Headers are written beside.
+    written = sum(each["written_bytes"] for each in runs)
+    assert 0.9 * told["written_bytes"] < written < told["written_bytes"]
+    assert [each["startup_seconds"] for each in runs] == [1.0, 0.0]
+    shown = _run(folder, "plan", "recipe.yml", *simulate).text
+    assert "Simulated on 2 workers: w0.25-bfloat16, w0.5-bfloat16" in shown
+    assert "Simulated, all runs together" in shown
+    short = _run(folder, "plan", "recipe.yml", "--simulate", "storage=1GB/s memory=1MiB")
+    short.check_refusal("--simulate memory")
+
+
 def test_outputs_are_made_below_the_place_and_kept_there(folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     assert _run(folder, "submit", "recipe.yml", "-o", "my outs", "--dry-run").code == 0
@@ -128,8 +149,6 @@ def test_what_stands_in_the_way_of_some_is_told_before(folder: Path) -> None:
     assert [each.name for each in (folder / "outs").iterdir()] == ["w0.5-float32"]
     page = _run(folder, "submit", "recipe.yml", "-o", "others", "--report", "page.html")
     page.check_refusal("this recipe makes several outputs")
-    simulated = _run(folder, "plan", "recipe.yml", "--simulate", "workers=2 storage=1GB/s")
-    simulated.check_refusal("not simulated")
 
 
 def test_the_plan_of_one_output_compares_it_with_no_other(folder: Path) -> None:

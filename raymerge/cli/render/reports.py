@@ -77,7 +77,7 @@ def show_accounts(console: Console, accounts: Sequence[Account], *, tensors: boo
     runs = [account.simulation for account in to_make if account.simulation is not None]
     if len(accounts) > 1 and runs and len(runs) == len(to_make):
         stages = sum(len(account.explanation.stages) for account in to_make)
-        _show_total(console, runs, num_kept=len(accounts) - len(to_make), stages=stages)
+        show_total(console, runs, num_kept=len(accounts) - len(to_make), stages=stages)
 
 
 def _show_account(console: Console, account: Account) -> None:
@@ -217,15 +217,19 @@ def _show_tensors(console: Console, plan: Plan) -> None:
         console.print(printable(text), soft_wrap=True)
 
 
-def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0) -> None:
+def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0, what: str = "") -> None:
+    """``what`` is made, where that is not all."""
     console.print()
-    console.print(heading(f"Simulated on {counted(simulation.cluster.workers, 'worker')}"))
+    where = f"Simulated on {counted(simulation.cluster.workers, 'worker')}"
+    console.print(heading(f"{where}: {what}" if what else where))
     console.print(make_table(("", ""), [*_simulated_facts(simulation), *_not_simulated(stages)]))
     rows = [(name, f"{share:.0%}") for name, share in simulation.busy.items() if share >= _BUSY_SHOWN]
     show_table(console, ("busy", "of the run"), rows, numbers=(1,))
 
 
-def _show_total(console: Console, simulations: Sequence[Simulation], *, num_kept: int, stages: int) -> None:
+def show_total(
+    console: Console, simulations: Sequence[Simulation], *, num_kept: int, stages: int, what: str = "merges"
+) -> None:
     parts = {
         "start-up": sum(each.startup_seconds for each in simulations),
         "runs": sum(each.run_seconds for each in simulations),
@@ -233,9 +237,9 @@ def _show_total(console: Console, simulations: Sequence[Simulation], *, num_kept
     }
     listed = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items())
     made = f"{len(simulations)} to make{f', {num_kept} made already' if num_kept else ''}"
-    rows = [("merges", made), ("time", f"{format_duration(sum(parts.values()))}: {listed}")]
+    rows = [(what, made), ("time", f"{format_duration(sum(parts.values()))}: {listed}")]
     console.print()
-    console.print(heading("Simulated, all merges together"))
+    console.print(heading(f"Simulated, all {what} together"))
     console.print(make_table(("", ""), [*rows, *_not_simulated(stages)]))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from raymerge.cli.render.reports import Account, show_accounts
+from raymerge.cli.render.reports import Account, show_accounts, show_simulation, show_total
 from raymerge.cli.render.screen import counted, heading, show_table
 from raymerge.errors import shortlist
 from raymerge.units import format_size
@@ -16,10 +16,17 @@ from raymerge.units import format_size
 if TYPE_CHECKING:
     from raymerge.errors import Problem
     from raymerge.merge_plan.plan import Plan
+    from raymerge.planner.simulation import Simulation
     from raymerge.recipes.sweep import SweepOutput
     from raymerge.runtime.driver.sweep_run import OutputMerges, ReadGroup
 
 _OUTPUTS_SHOWN = 5
+
+
+class SimulatedRun(NamedTuple):
+    made: tuple[str, ...]
+    """A result between, or the outputs of one read."""
+    simulation: Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,8 @@ class SweepAccount:
     equal: tuple[int, int]
     """Tensors that are known to be the same in all outputs, and their bytes."""
     is_in_process: bool
+    runs: Sequence[SimulatedRun] = ()
+    """Simulated runs of what is to be made, in order; none where not asked for."""
 
     def names(self, group: ReadGroup) -> tuple[str, ...]:
         return tuple(self.outputs[number].name for number in group.numbers)
@@ -77,12 +86,17 @@ class SweepAccount:
             }
             for group in self.groups
         ]
-        whole = {"read_bytes": sum(map(self.read_bytes, self.groups)), "written_bytes": self.written_bytes}
+        whole: dict[str, Any] = {
+            "read_bytes": sum(map(self.read_bytes, self.groups)),
+            "written_bytes": self.written_bytes,
+        }
         before = [
             {"title": title, "digest": digest, "outputs": names}
             for (title, digest), names in self.before.items()
         ]
         equal = dict(zip(("tensors", "nbytes"), self.equal, strict=True))
+        if self.runs:
+            whole["simulations"] = [{"made": list(made), **run.to_json()} for made, run in self.runs]
         return {"outputs": outputs, "before": before, "reads": reads, "equal": equal, **whole}
 
 
@@ -121,9 +135,21 @@ def show_sweep(console: Console, account: SweepAccount, *, tensors: bool = False
     _show_gaps(console, account.outputs)
     if account.groups:
         show_table(console, ("", ""), _facts(account))
+    _show_simulated(console, account)
     console.print()
     wrong = (own for own in account.accounts if own.explanation.problems)
     show_accounts(console, [next(wrong, account.accounts[0])], tensors=tensors)
+
+
+def _show_simulated(console: Console, account: SweepAccount) -> None:
+    for made, run in account.runs:
+        show_simulation(console, run, what=shortlist(made, _OUTPUTS_SHOWN))
+    if account.runs:
+        runs = [run for _, run in account.runs]
+        names = {name for made, _ in account.runs for name in made}
+        kept = sum(output.name not in names for output in account.outputs)
+        stages = {stage.digest for each in account.places for own in each.merges for stage in own.stages}
+        show_total(console, runs, num_kept=kept, stages=len(stages), what="runs")
 
 
 def _show_coefficients(console: Console, outputs: Sequence[SweepOutput]) -> None:
