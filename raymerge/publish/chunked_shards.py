@@ -4,12 +4,12 @@ tensors where they belong, and the driver copies everything else."""
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 
 from raymerge.checkpoints.dcp.blobs import Checked
+from raymerge.checkpoints.dcp.target import ranges_beside
 from raymerge.events import OnEvent, ShardDone
 from raymerge.execute.receipts import UNFINISHED
 from raymerge.merge_plan.plan import weight_files
@@ -17,7 +17,7 @@ from raymerge.merge_plan.tables import Plan
 from raymerge.publish.chunks import growing_tensors, target_layout
 from raymerge.publish.shards import Shards
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.store import Range, ReadStore, map_reads
+from raymerge.storage.store import Range, ReadStore
 
 _BLOCK_NBYTES = 8 << 20
 _THREADS = 4
@@ -36,13 +36,13 @@ class ChunkedShards(Shards):
 
     def complete(self, on_event: OnEvent) -> None:
         """Copy what is not of the tensors, bring checksums up to date, and give every file its final name."""
-        chunks = self._chunks()
-        todo = [key for key in self._files if key not in self._finished]
+        elements, todo = self._target.elements(), [key for key in self._files if key not in self._finished]
+        for key in self._finished:
+            on_event(ShardDone(key, self._files[key]))
         with ThreadPoolExecutor(_THREADS) as pool:
-            for key in pool.map(lambda each: self._completed(each, chunks.get(each, ())), todo):
+            for key in pool.map(lambda each: self._completed(each, elements.get(each, ())), todo):
                 self._finished.add(key)
-        for key, nbytes in self._files.items():
-            on_event(ShardDone(key, nbytes))
+                on_event(ShardDone(key, self._files[key]))
         for directory in {str(parent) for key in self._files for parent in PurePosixPath(key).parents}:
             self._store.sync_directory(directory)
 
@@ -66,16 +66,6 @@ class ChunkedShards(Shards):
         self._finished.clear()
         self._store.sync_directory()
 
-    def _chunks(self) -> Mapping[str, Sequence[tuple[Range, Checked | None]]]:
-        """By file, the elements of its chunks, and what checksum is made of them."""
-        layout = self._target.source
-        chunks = [(tensor, chunk) for tensor in layout.model.tensors.values() for chunk in tensor.chunks]
-        places = map_reads(self._source, lambda each: self._target.place(*each), chunks)
-        by_file: dict[str, list[tuple[Range, Checked | None]]] = defaultdict(list)
-        for (tensor, chunk), place in zip(chunks, places, strict=True):
-            by_file[chunk.key].append((Range(place.offset, tensor.nbytes_of(chunk)), place.checked))
-        return by_file
-
     def _completed(self, key: str, chunks: Sequence[tuple[Range, Checked | None]]) -> str:
         growing = key + UNFINISHED
         for part in self._copied(key, [elements for elements, _ in chunks]):
@@ -89,15 +79,10 @@ class ChunkedShards(Shards):
 
     def _copied(self, key: str, elements: Sequence[Range]) -> Iterator[tuple[int, bytes]]:
         """All bytes of a file but those of elements, from the source, with their places."""
-        written = sorted(elements, key=lambda each: each.offset)
         for to, origin in self._target.copies(key, self._files[key]):
-            begin, end = to, to + origin.nbytes
-            own = [each for each in written if begin <= each.offset < end]
-            for each in (*own, Range(end, 0)):
-                for offset in range(begin, each.offset, _BLOCK_NBYTES):
-                    nbytes = min(_BLOCK_NBYTES, each.offset - offset)
-                    yield offset, self._source.read(key, origin.offset + offset - to, nbytes)
-                begin = max(begin, each.end)
+            for each in ranges_beside(elements, Range(to, origin.nbytes)):
+                at = origin.offset + each.offset - to
+                yield each.offset, self._source.read(key, at, each.nbytes)
 
     def _checksum(self, key: str, checked: Checked) -> None:
         checksum, end = 0, checked.offset + checked.nbytes

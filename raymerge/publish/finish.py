@@ -298,7 +298,8 @@ class Provenance:
     sources: tuple[SourceRecord, ...]
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, str]
-    """xxh3-128 of every companion and of the model card, by their keys."""
+    """xxh3-128 of every companion and of the model card, by their keys; of the files of a layout, of all that
+    they hold beside elements of tensors."""
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: str) -> Provenance:

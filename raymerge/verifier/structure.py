@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import xxhash
 
 from raymerge.architectures.rules import rules_of
+from raymerge.checkpoints.dcp.layout import SIDECARS, read_layout
+from raymerge.checkpoints.dcp.metadata import METADATA_FILE
+from raymerge.checkpoints.dcp.target import TargetLayout, ranges_beside
 from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD, RECORD_DIRECTORY, holds_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.quantisation.encoding import SPELL_RIGHT
@@ -25,7 +29,7 @@ from raymerge.planner.inputs.sources import collector_paused
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.file_rules import EXPORT, HIDDEN
 from raymerge.storage.open import open_store
-from raymerge.storage.store import FileInfo, ReadStore, is_key
+from raymerge.storage.store import FileInfo, Range, ReadStore, is_key
 from raymerge.storage.temporary import fetched
 
 RECORD_PLAN = Path("raymerge") / "plan"
@@ -166,6 +170,7 @@ _DOCUMENTS = (
 )
 _CHUNK = 8 << 20
 _MOST = 1 << 30
+_READERS = 4
 # A provenance names every tensor.
 
 
@@ -178,10 +183,12 @@ def may_be_added(key: str) -> bool:
 
 
 def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: Plan) -> Iterator[Problem]:
-    """Companions that were changed, removed or added since publication.
+    """Companions that were changed, removed or added since publication. Of the files of a layout only those
+    that describe it are read; ``changed_copies`` reads the others.
 
     The model card may be edited, and what ``may_be_added`` allows may be added."""
-    name = checkpoint.name
+    name, layout = checkpoint.name, planned_layout(plan)
+    copied = {} if layout is None else layout.files
     with open_store(checkpoint.place) as store:
         digests = _digests(store, files.get(PROVENANCE_FILE))
         if digests is None:
@@ -189,15 +196,14 @@ def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: 
             yield Problem(f"{name}/{PROVENANCE_FILE}", what, _AGAIN)
             return
         for key, digest in digests.items():
-            if key != MODEL_CARD:
+            if key != MODEL_CARD and not (key in copied and key not in (METADATA_FILE, *SIDECARS)):
                 yield from changed_file(store, key, digest, name)
         index = files.get(INDEX_FILE)
         if len(plan["shards"]) == 1 and index is not None:
             yield Problem(f"{name}/{INDEX_FILE}", "the merge writes no such file.", "Take it away.")
         elif index is not None and store.read(INDEX_FILE, 0, index.nbytes) != index_bytes(plan):
             yield Problem(f"{name}/{INDEX_FILE}", "it is not the index that the plan makes.", _AGAIN)
-    layout = planned_layout(plan)
-    for key, nbytes in () if layout is None else layout.files.items():
+    for key, nbytes in copied.items():
         if key not in files or files[key].nbytes != nbytes:
             size = f"has {files[key].nbytes} bytes" if key in files else "is missing"
             yield Problem(f"{name}/{key}", f"it {size}, and the plan says {nbytes} bytes.", _AGAIN)
@@ -226,6 +232,35 @@ def file_digest(store: ReadStore, key: str) -> str:
     for offset in range(0, info.nbytes, _CHUNK):
         digest.update(store.read(key, offset, min(_CHUNK, info.nbytes - offset)))
     return digest.hexdigest()
+
+
+def copied_digests(plan: Plan, place: str) -> dict[str, str]:
+    """xxh3-128 in hex, by key, of all that the files of an output in the layout of a training checkpoint hold
+    beside the elements of tensors; none for other outputs."""
+    layout = planned_layout(plan)
+    if layout is None:
+        return {}
+    with open_store(place) as store, ThreadPoolExecutor(_READERS) as pool:
+        elements = TargetLayout(read_layout(store, store.files()), drops_state=False).elements()
+
+        def digest(key: str) -> str:
+            hasher, own = xxhash.xxh3_128(), [each for each, _ in elements.get(key, ())]
+            for each in ranges_beside(own, Range(0, layout.files[key])):
+                hasher.update(store.read(key, each.offset, each.nbytes))
+            return hasher.hexdigest()
+
+        return dict(zip(layout.files, pool.map(digest, layout.files), strict=True))
+
+
+def changed_copies(plan: Plan, place: str) -> Iterator[Problem]:
+    """Files of a layout in which what is no element of a tensor was changed since publication."""
+    now = copied_digests(plan, place)
+    with open_store(place) as store:
+        before = _digests(store, store.info(PROVENANCE_FILE)) or {}
+    for key, digest in now.items():
+        if before.get(key) != digest:
+            what = "what it holds beside the tensors of the model is not what was published."
+            yield Problem(f"{shown(place)}/{key}", what, _AGAIN)
 
 
 def stray_weights(checkpoint: Checkpoint) -> Iterator[Problem]:

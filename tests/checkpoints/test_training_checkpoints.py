@@ -469,6 +469,25 @@ def test_lost_bytes_of_chunks_are_made_again(tmp_path: Path, monkeypatch: pytest
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_audit_finds_a_changed_byte_of_the_state(tmp_path: Path) -> None:
+    roots = saved_with_state(tmp_path)
+    merge(mean_of(*roots, layout=str(roots[0])), tmp_path / "out")
+    stored = metadata_of(tmp_path / "out").storage_data
+    info = next(each for index, each in stored.items() if index.fqn == "optimizer.exp_avg")
+    path = tmp_path / "out" / info.relative_path
+    data = bytearray(path.read_bytes())
+    data[info.offset + info.length // 2] ^= 1
+    path.write_bytes(data)
+    assert verify(tmp_path / "out").problems == ()
+    for problems in (
+        audit(tmp_path / "out", AuditOptions(), INLINE).problems,
+        replay(tmp_path / "out").problems,
+    ):
+        (problem,) = problems
+        assert problem.where.endswith(f"out/{info.relative_path}")
+        assert "beside the tensors of the model" in problem.what
+
+
 def test_state_that_is_changed_meanwhile_is_noticed(tmp_path: Path) -> None:
     roots = saved_with_state(tmp_path)
     (roots[0] / "rng_state.pt").write_bytes(b"before")

@@ -4,11 +4,12 @@ take and give them as if they were in a file of tensors."""
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from raymerge.checkpoints.dcp.blobs import Place
+from raymerge.checkpoints.dcp.blobs import Checked, Place
 from raymerge.checkpoints.dcp.chunk_map import ChunkMap
 from raymerge.checkpoints.dcp.layout import Layout
 from raymerge.checkpoints.dcp.metadata import METADATA_FILE, SavedChunk, SavedTensor, metadata_of_some
@@ -19,6 +20,7 @@ from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.store import FileInfo, Range, ReadStore, WriteStore, map_reads
 
 _Blob = tuple[str, int]
+_BLOCK_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,24 @@ class TargetLayout:
             moved = tuple(each + by for each in checked.places)
             checked = checked._replace(offset=checked.offset + by, places=moved)
         return place._replace(offset=place.offset + by, checked=checked)
+
+    def elements(self) -> Mapping[str, Sequence[tuple[Range, Checked | None]]]:
+        """By file, where the elements of each chunk are, in order, and what checksum is made of them."""
+        chunks = [(each, chunk) for each in self.source.model.tensors.values() for chunk in each.chunks]
+        places = map_reads(self.source.reader.store, lambda each: self.place(*each), chunks)
+        by_file: dict[str, list[tuple[Range, Checked | None]]] = defaultdict(list)
+        for (tensor, chunk), place in zip(chunks, places, strict=True):
+            by_file[chunk.key].append((Range(place.offset, tensor.nbytes_of(chunk)), place.checked))
+        return {key: sorted(own, key=lambda each: each[0].offset) for key, own in by_file.items()}
+
+
+def ranges_beside(elements: Sequence[Range], whole: Range) -> Iterator[Range]:
+    """What of a range is none of ``elements``, which are in order, in pieces of a few megabytes."""
+    begin = whole.offset
+    for each in (*(own for own in elements if whole.offset <= own.offset < whole.end), Range(whole.end, 0)):
+        for offset in range(begin, each.offset, _BLOCK_NBYTES):
+            yield Range(offset, min(_BLOCK_NBYTES, each.offset - offset))
+        begin = max(begin, each.end)
 
 
 def _packed(source: Layout) -> Iterator[tuple[_Blob, tuple[int, int]]]:

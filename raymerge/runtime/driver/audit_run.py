@@ -25,7 +25,7 @@ from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import check_free
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.verifier.audit import AuditSpec, AuditVerdict, Findings, Sampling, skipped_of
-from raymerge.verifier.structure import RECORD_PLAN, verify_structure
+from raymerge.verifier.structure import RECORD_PLAN, changed_copies, verify_structure
 
 _ONLY_MERGED = "Only what raymerge merged can be audited; 'raymerge verify' alone looks at its structure."
 
@@ -82,6 +82,7 @@ class Audit:
         steps = kept_directories(self._place, self._wanted.steps)
         located = locate_sources(self._plan, self._output, self._wanted.sources or {}, steps)
         self._problems += located.problems
+        self._problems += changed_copies(self._plan, self._place)
         work = self._work(self._plan, located, pool)
         pool.survey(work)
         findings = self._audited(self._plan, work, pool)

@@ -39,6 +39,7 @@ from raymerge.verifier.audit import differing_ops
 from raymerge.verifier.structure import (
     PROVENANCE_FILE,
     RECORD_PLAN,
+    changed_copies,
     changed_file,
     file_digest,
     may_be_added,
@@ -73,6 +74,7 @@ def changed_files(output: Output, plan: Plan, recorded: finish.Provenance) -> It
         finish.check_shards(plan, output.store)
     except UserError as error:
         yield from (replace(each, where=f"{output.name}/{each.where}") for each in error.problems)
+    yield from changed_copies(plan, output.place)
     # All other files beside the weights are part of the structure.
     if MODEL_CARD in recorded.files:
         yield from changed_file(output.store, MODEL_CARD, recorded.files[MODEL_CARD], output.name)

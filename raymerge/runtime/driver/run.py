@@ -62,7 +62,7 @@ from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.storage.retry import KEPT, OUT_OF_SPACE, disk_space_error
 from raymerge.units import format_size
-from raymerge.verifier.structure import Verdict, file_digest, verify_structure
+from raymerge.verifier.structure import Verdict, copied_digests, file_digest, verify_structure
 
 GRACE_SECONDS = 1.0
 """How long parts in hand are waited for after SIGTERM: who sends that may give no more than three seconds,
@@ -511,13 +511,14 @@ class Run:
             )
             # Config and index come last, and the plan has all that is in them.
             others = finished - {*weight_files(self._plan), CONFIG_FILE, INDEX_FILE}
+            copied = copied_digests(self._plan, str(self._staging.root))
             record = provenance(
                 self._plan,
                 self._sources,
                 recipes=(*self._recipes, str(self._plan.manifest["recipe_text"])),
                 versions=library_versions(),
                 numerics=numerics,
-                files={key: file_digest(store, key) for key in sorted(others)},
+                files={key: file_digest(store, key) for key in sorted(others)} | copied,
                 digests=digests,
             )
             seconds = time.monotonic() - self._began
