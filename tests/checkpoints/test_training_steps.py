@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from kits.checkpoint_maker import read_tensors
 from kits.command_line import run_command
 from kits.merge_cases import INLINE
+from kits.s3_server import s3_server
 from kits.training_checkpoint import grid, save_chunks
 from safetensors.torch import save_file
 
@@ -70,7 +72,7 @@ def made(run: Path, layout: str, *steps: int) -> Mapping[int, Path]:
     return places
 
 
-def block(run: Path, **keys: object) -> dict[str, Any]:
+def block(run: object, **keys: object) -> dict[str, Any]:
     return {"checkpoints": {"root": str(run), "schedule": "linear", **keys}, "out_dtype": "float32"}
 
 
@@ -204,3 +206,25 @@ def test_an_average_does_not_go_on_beside_checkpoints_that_it_lacks(tmp_path: Pa
         _refusal(run, before)
         == f"'{places[15]}' lies between the checkpoints of '{before}' and is none of them."
     )
+
+
+def test_a_run_in_an_object_store_is_looked_into_too(tmp_path: Path) -> None:
+    run, before = tmp_path / "run", tmp_path / "out" / "window-2"
+    with s3_server() as server:
+        options = replace(INLINE, storage=server.options)
+        for step in (1, 2):
+            _accelerate(run / f"checkpoint-{step}", weight(step))
+        server.upload(run, "run")
+        recipe = block("s3://models/run")
+        submit_sweep(recipe, tmp_path / "out", options)
+        (merged,) = read_tensors(before).values()
+        torch.testing.assert_close(merged, (weight(1) + weight(2)) / 2)
+        _accelerate(tmp_path / "new" / "checkpoint-3", weight(3))
+        server.upload(tmp_path / "new", "run")
+        recipe["checkpoints"]["continue"] = str(before)
+        (planned,) = plan_sweep(recipe, tmp_path / "more", options)
+        assert [*planned.output.coefficients][1:] == ["s3://models/run/checkpoint-3/pytorch_model_fsdp_0"]
+        _replaced(run / "checkpoint-1", _accelerate, 9)
+        server.upload(run, "run")
+        with pytest.raises(RecipeError, match=r"checkpoint-1/pytorch_model_fsdp_0' is not what"):
+            plan_sweep(recipe, tmp_path / "more", options)
