@@ -20,7 +20,7 @@ from raymerge.deferred import torch
 from raymerge.diagnosis.check import Check
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
-from raymerge.events import OnEvent, RayLeftOut
+from raymerge.events import CheckpointsPassedOver, OnEvent, RayLeftOut
 from raymerge.lora.combine import plan_adapters
 from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
 from raymerge.lora.matrices import Limits, parsed_model
@@ -574,30 +574,30 @@ def submit_sweep(
     began = time.monotonic()
     chosen, emitted = options or RunOptions(), on_event or (lambda _: None)
     with Journal(emitted) as emit:
-        outputs = sweep_outputs(recipe, output, chosen)
+        planned = _require_sound(plan_sweep(recipe, output, chosen))
+        outputs = [
+            OutputMerges(each.output.name, place_of(join(str(output), each.output.name), chosen), each.merges)
+            for each in planned
+        ]
         place, merges = place_of(output, chosen), [each.merges for each in outputs]
         asked, chosen = chosen, run_options(merges, place, chosen)
         job = SweepJob(outputs, place, chosen, on_event=emit, began=began)
         job.check()
+        checkpoints = (each for own in planned for each in own.output.checkpoints.unfinished)
+        if unfinished := {each.place: each.reason for each in checkpoints}:
+            emit(CheckpointsPassedOver(unfinished))
         if chosen.inline and not asked.inline:
             emit(RayLeftOut())
         with _started(chosen, job.emit, parts=job.most_segments) as pool:
             return job.carry_out(pool)
 
 
-def sweep_outputs(recipe: RecipesLike, output: str | Path, options: RunOptions) -> tuple[OutputMerges, ...]:
-    """The outputs of a sweep with their places and plans, which have no problems; raises as
-    ``submit_sweep``."""
-    planned = plan_sweep(recipe, output, options)
-    problems = joined_problems(
-        [each.output.values for each in planned], [each.merges[-1].plan.problems for each in planned]
-    )
-    if problems:
+def _require_sound(planned: Sequence[PlannedOutput]) -> Sequence[PlannedOutput]:
+    """Raises PlanError: some have problems."""
+    values, plans = [each.output.values for each in planned], [each.merges[-1].plan for each in planned]
+    if problems := joined_problems(values, [plan.problems for plan in plans]):
         raise PlanError(problems)
-    return tuple(
-        OutputMerges(each.output.name, place_of(join(str(output), each.output.name), options), each.merges)
-        for each in planned
-    )
+    return planned
 
 
 def conversion(

@@ -39,6 +39,14 @@ class StepKept(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointsPassedOver(Event):
+    """Checkpoints of the windows' range are not finished, and are in no average."""
+
+    unfinished: Mapping[str, str]
+    """What each lacks, by its place."""
+
+
+@dataclass(frozen=True, slots=True)
 class OutputsStarted(Event):
     """Outputs of a sweep that are made of one read start or resume; the events of their run follow."""
 

@@ -124,6 +124,8 @@ def test_the_plan_names_what_is_passed_over_and_what_is_missing(tmp_path: Path) 
     shown = " ".join(run_command("plan", "w.yml", cwd=tmp_path, env={"COLUMNS": "120"}).text.split())
     assert "run/step-700: its chunks lack .metadata" in shown
     assert "2 iterations, 300 to 400" in shown
+    told = run_command("submit", "w.yml", "-o", "out", "--inline", cwd=tmp_path).text
+    assert "passed over: run/step-700: its chunks lack .metadata" in told
 
 
 def test_a_window_that_is_too_large_names_what_is_unfinished(tmp_path: Path) -> None:

@@ -261,6 +261,8 @@ def _lines(event: Event, tally: Tally) -> Iterator[str]:
             yield _title(event)
             if isinstance(event, events.StageStarted) and event.done_units:
                 yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
+        case events.CheckpointsPassedOver():
+            yield from (f"passed over: {place}: {why}" for place, why in event.unfinished.items())
         case events.OutputKept():
             yield f"{event.name}: made already, and left as it is"
         case events.StageReport() if isinstance(tally.stage, events.StageStarted):
