@@ -17,6 +17,7 @@ import yaml
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.deferred import torch
+from raymerge.device_numerics import Fallback, choose_device
 from raymerge.diagnosis.check import Check
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
@@ -27,7 +28,7 @@ from raymerge.lora.matrices import Limits, parsed_model
 from raymerge.lora.writer import Combination, Extraction, ModuleReport, output_directory
 from raymerge.merge_plan.joint import with_tables_of
 from raymerge.merge_plan.tables import Plan
-from raymerge.options import RunOptions
+from raymerge.options import Device, RunOptions
 from raymerge.planner.inputs.sources import Source, open_reference, source_of, with_adapter
 from raymerge.planner.inputs.training_run import run_files
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
@@ -222,11 +223,12 @@ def evaluate(
     tokens: int | None = None,
     memory: int | None = None,
     threads: int | None = None,
+    device: Device = "auto",
     scratch: str | None = None,
     on_layer: OnLayer = lambda *_: None,
 ) -> Evaluation:
     """How well a model predicts texts, or what assistants say in conversations (``.jsonl``): the mean of
-    -log p(token), in nats, computed in float32 on the CPU with one layer in memory at a time.
+    -log p(token), in nats, computed in float32 with one layer in memory at a time.
 
     Args:
         model: a directory, Hub name or address, with an adapter on it if ``+`` and its place follow; or a
@@ -237,6 +239,7 @@ def evaluate(
         memory: bytes; None for half of what is free. Hidden states that do not fit go to a file. Of a recipe
             half is for what makes its result.
         threads: threads that compute; None for torch's.
+        device: where; ``auto`` takes a GPU that works. If that has too little memory, the CPU does it.
         scratch: directory for that file; None for the system's.
         on_layer: called after each layer with the number of layers that are done, and of all.
 
@@ -255,8 +258,13 @@ def evaluate(
         is_made = source.checkpoint.opener is not None
         budget = (free_memory() // 2 if memory is None else memory) // (1 + is_made)
         with _torch_threads(count), OwnDirectory(scratch) as spill:
-            losses = Evaluator(files, budget=budget, spill=spill).losses(source, on_layer=on_layer)
-        return Evaluation(source.name, reader.length, losses)
+
+            def measure(chosen: torch.device, _: str) -> Evaluation:
+                evaluator = Evaluator(files, budget=budget, spill=spill, device=chosen)
+                losses = evaluator.losses(source, on_layer=on_layer)
+                return Evaluation(source.name, reader.length, chosen.type, losses)
+
+            return Fallback(choose_device(device)).run(measure)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from raymerge.cli.messages import looking
 from raymerge.cli.options import MODEL_HELP, AllAsJson, ProfileFile, reached, read_memory
 from raymerge.cli.render.screen import Output, counted, make_console, own_stdout, printable, show_table
 from raymerge.cli.running import terminable
+from raymerge.options import Device
 from raymerge.runtime.workers.importing import heavy_imports
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def evaluate(
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Threads that compute; by default one for each core.")
     ] = None,
+    device: Annotated[Device, typer.Option(help="Where the arithmetic runs; auto takes a GPU.")] = "auto",
     scratch: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Directory for hidden states that do not fit the memory."),
@@ -60,6 +62,7 @@ def evaluate(
                 tokens=tokens,
                 memory=limit,
                 threads=threads,
+                device=device,
                 scratch=scratch,
                 on_layer=show,
             )

@@ -57,6 +57,7 @@ class Evaluation:
     model: str
     length: int
     """Tokens of a window."""
+    device: str
     texts: tuple[TextLoss, ...]
 
     @property
@@ -66,7 +67,8 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         texts = [{**asdict(text), "perplexity": text.perplexity} for text in self.texts]
-        return {"model": self.model, "length": self.length, "texts": texts, "mean": self.mean}
+        facts = {"model": self.model, "length": self.length, "device": self.device}
+        return {**facts, "texts": texts, "mean": self.mean}
 
 
 class Evaluator:
@@ -138,10 +140,11 @@ class Evaluator:
         return batches
 
     def _too_little(self, stream: LayerStream, source: Source, longest: int) -> Problem:
-        least = format_size(stream.least_budget(Shape(1, longest)))
-        what = f"{format_size(self._budget)} is too little for a layer of {source.name} and a window of "
-        what += f"{longest} tokens, which take {least}."
-        return Problem("--memory", what, f"Give {least} or more, or shorter windows (--length).")
+        least = stream.least_budget(Shape(1, longest))
+        what = f"{format_size(self._budget)} are too little for a layer of {source.name} and a window of "
+        what += f"{longest} tokens."
+        remedy = f"The smallest that works is {least} bytes; shorter windows (--length) need less."
+        return Problem("--memory", what, remedy)
 
 
 @dataclass(frozen=True, slots=True)

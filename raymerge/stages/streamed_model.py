@@ -158,7 +158,10 @@ def bare_model(base: Source, purpose: Purpose) -> torch.nn.Module:
     Raises PlanError: transformers has no such model, or the base's tensors do not fit it."""
     # Slow to import, and only wanted where a base model is run.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
     problems = list(_unfit(base, purpose))
     if base.model_type not in CONFIG_MAPPING:
@@ -170,12 +173,16 @@ def bare_model(base: Source, purpose: Purpose) -> torch.nn.Module:
         config = CONFIG_MAPPING[base.model_type].from_dict(fields)
     except Exception as error:  # what a config's checks raise depends on its class and version
         problems.append(_misread(base, error, purpose))
-    if config is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    # Models of several modalities read text as others do.
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    mapping = next((each for each in mappings if type(config) in each), None)
+    if config is not None and mapping is None:
         what = f"transformers has no model for causal language of the kind {base.model_type}."
         problems.append(Problem(base.name, what, purpose.remedy))
     if problems:
         raise PlanError(problems)
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    assert mapping is not None
+    architecture: Any = mapping[type(config)]
     try:
         with torch.device("meta"):
             model: torch.nn.Module = architecture._from_config(

@@ -11,7 +11,7 @@ import torch
 from kits import permuted_experts as mixtures
 from kits.adapter_merges import adapter, recipe
 from kits.checkpoint_maker import tiny_llama
-from kits.gate_stages import make, reading_base, stage_of, three_experts
+from kits.gate_stages import make, random_texts, reading_base, stage_of, three_experts
 from kits.marks import slow_but
 from kits.merge_cases import make_family, merge, recipes
 from kits.simulated_gpu import simulated_gpu, without_gpu
@@ -22,6 +22,7 @@ from raymerge.api import merge_adapters
 from raymerge.events import Started
 from raymerge.lora.extract import ExtractOptions, Limits, extract_lora
 from raymerge.options import Device, RunOptions
+from raymerge.stages.loss import Evaluation
 
 pytestmark = without_gpu
 
@@ -50,6 +51,21 @@ def test_router_rows(mode: str, tmp_path: Path) -> None:
         with simulated_gpu(seed) as gpu:
             found = make(stage, tmp_path / f"{seed}", device=GPU)
         assert found.data == expected.data
+        assert gpu.operations > 0
+
+
+def test_losses(tmp_path: Path) -> None:
+    reading_base(tmp_path / "model")
+    (tmp_path / "t.txt").write_text(random_texts(1, 100)[0])
+
+    def measured(device: Device) -> Evaluation:
+        return raymerge.evaluate(tmp_path / "model", [tmp_path / "t.txt"], length=32, device=device)
+
+    expected = measured("cpu")
+    for seed in range(2):
+        with simulated_gpu(seed) as gpu:
+            found = measured("cuda")
+        assert found == replace(expected, device="cuda")
         assert gpu.operations > 0
 
 
