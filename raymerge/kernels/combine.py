@@ -18,9 +18,11 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 Elements: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+Few: TypeAlias = tuple[Elements, ...]
 
+FEW = 6
+"""Most vectors of the loops that keep what they compute of an element in registers."""
 _RUN = 1024
-_FEW = 3
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
@@ -45,31 +47,16 @@ def weighted_sum(out: Elements, vectors: Elements, places: Places, coefficients:
 
 @compiled
 def sum_of_few_on_base(
-    out: Elements,
-    vectors: Elements,
-    places: Places,
-    coefficients: Doubles,
-    base: Elements,
-    factor: np.float32,
+    out: Elements, base: Elements, vectors: Few, coefficients: tuple[float, ...], factor: float
 ) -> None:
-    """``weighted_sum_on_base`` of two or three vectors with one factor, for the same reason."""
-    ones = vectors[places[0] : places[0] + out.size]
-    others = vectors[places[1] : places[1] + out.size]
-    last = coefficients.size - 1
-    more = vectors[places[last] : places[last] + out.size]
-    of_one, of_other = np.float32(coefficients[0]), np.float32(coefficients[1])
-    of_more = np.float32(coefficients[last])
-    if last == 1:
-        for i in range(out.size):
-            start = value_of(base[i])
-            total = delta_of(ones[i], start) * of_one + delta_of(others[i], start) * of_other
-            out[i] = element_of(start - (_ZERO - total * factor), base[i])
-    else:
-        for i in range(out.size):
-            start = value_of(base[i])
-            total = delta_of(ones[i], start) * of_one + delta_of(others[i], start) * of_other
-            total += delta_of(more[i], start) * of_more
-            out[i] = element_of(start - (_ZERO - total * factor), base[i])
+    """``weighted_sum_on_base`` of at most ``FEW`` vectors ``[n]`` with one factor, for the same reason."""
+    for i in range(out.size):
+        at = np.uint64(i)
+        start = value_of(base[at])
+        total = delta_of(vectors[0][at], start) * np.float32(coefficients[0])
+        for vector in range(1, len(vectors)):
+            total += delta_of(vectors[vector][at], start) * np.float32(coefficients[vector])
+        out[at] = element_of(start - (_ZERO - total * np.float32(factor)), base[at])
 
 
 @compiled
@@ -78,9 +65,6 @@ def weighted_sum_on_base(
 ) -> None:
     """Write ``b + f * sum c d``, with a factor f for each of several equal stretches. Vectors are the deltas
     d if float32; else d is a vector less the base ``[n]``."""
-    if factors.size == 1 and 1 < coefficients.size <= _FEW:
-        sum_of_few_on_base(out, vectors, places, coefficients, base, np.float32(factors[0]))
-        return
     scratch, of_base = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     length = out.size // max(1, factors.size)
     for stretch in range(factors.size):
@@ -104,25 +88,16 @@ def weighted_sum_on_base(
 
 
 @compiled
-def combination_of_few(
-    out: Elements, vectors: Elements, places: Places, coefficients: Doubles, anchor: int
-) -> None:
-    """``combination`` of two or three vectors without an excess: half the time, nothing put aside."""
-    last = coefficients.size - 1 - (anchor == coefficients.size - 1)
-    first = 1 if anchor == 0 else 0
-    starts = vectors[places[anchor] : places[anchor] + out.size]
-    others = vectors[places[first] : places[first] + out.size]
-    more = vectors[places[last] : places[last] + out.size]
-    factor, of_more = np.float32(coefficients[first]), np.float32(coefficients[last])
-    if first == last:
-        for i in range(out.size):
-            start = value_of(starts[i])
-            out[i] = element_of(start - ((start - value_of(others[i])) * factor + _ZERO), starts[i])
-    else:
-        for i in range(out.size):
-            start = value_of(starts[i])
-            nearer = start - ((start - value_of(others[i])) * factor + _ZERO)
-            out[i] = element_of(nearer - ((start - value_of(more[i])) * of_more + _ZERO), starts[i])
+def combination_of_few(out: Elements, vectors: Few, coefficients: tuple[float, ...]) -> None:
+    """``combination`` of at most ``FEW`` vectors ``[n]``, the anchor first, without an excess: half the time,
+    nothing put aside. As their number is known when it is compiled, the loop over them is written out."""
+    for i in range(out.size):
+        at = np.uint64(i)
+        start = value_of(vectors[0][at])
+        total = start
+        for vector in range(1, len(vectors)):
+            total -= (start - value_of(vectors[vector][at])) * np.float32(coefficients[vector]) + _ZERO
+        out[at] = element_of(total, vectors[0][at])
 
 
 @compiled
@@ -137,9 +112,6 @@ def combination(
 ) -> None:
     """Write ``v_a - e (o - v_a) - sum c_i (v_a - v_i)`` with a the anchor, e the excess, o the origin
     ``[n]``, empty for zeros. The anchor's c is ignored, and an excess of 0."""
-    if excess == 0.0 and 1 < coefficients.size <= _FEW:
-        combination_of_few(out, vectors, places, coefficients, anchor)
-        return
     scratch, of_start = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     for begin in range(0, out.size, _RUN):
         target = out[begin : begin + _RUN]

@@ -17,6 +17,8 @@ from raymerge.methods.reduce import elements, flat, row_places
 
 Coefficients: TypeAlias = Sequence[float]
 Words: TypeAlias = NDArray[np.uint16]
+Vector: TypeAlias = NDArray[np.float32] | Words
+Places: TypeAlias = NDArray[np.int64]
 
 # Half the distance from 1 to the next float32 below.
 NEGLIGIBLE = 2.0**-25
@@ -74,20 +76,30 @@ def sum_on_base(tile: Tile, coefficients: Coefficients, factor: float | torch.Te
         return sum_on_base_in_torch(tile, coefficients, factor)
     base, deltas = tile.require_base(), tile.sources
     out = torch.empty(base.numel(), dtype=torch.float32)
-    factors = np.array([factor]) if isinstance(factor, float) else factor.double().numpy()
-    loops.combine.weighted_sum_on_base(
-        out.numpy(), flat(deltas), row_places(deltas), _doubles(coefficients), base.numpy(), factors
-    )
+    _write_sum_on_base(out.numpy(), base.numpy(), flat(deltas), row_places(deltas), coefficients, factor)
     return out
 
 
 def stored_sum_on_base(stored: Stored, coefficients: Coefficients, out: Words, factor: float = 1.0) -> None:
     """``sum_on_base``, rounded into ``out``; the first input is the base."""
     _check_count(stored.places[1:], coefficients)
-    base, factors = stored.input(0), np.array([factor])
-    loops.combine.weighted_sum_on_base(
-        out, stored.words, stored.places[1:], _doubles(coefficients), base, factors
-    )
+    _write_sum_on_base(out, stored.input(0), stored.words, stored.places[1:], coefficients, factor)
+
+
+def _write_sum_on_base(
+    out: Vector,
+    base: Vector,
+    memory: Vector,
+    places: Places,
+    coefficients: Coefficients,
+    factor: float | torch.Tensor,
+) -> None:
+    if isinstance(factor, float) and len(coefficients) <= loops.combine.FEW:
+        vectors = _vectors(memory, places, out.size)
+        loops.combine.sum_of_few_on_base(out, base, vectors, tuple(map(float, coefficients)), factor)
+        return
+    factors = np.array([factor]) if isinstance(factor, float) else factor.double().numpy()
+    loops.combine.weighted_sum_on_base(out, memory, places, _doubles(coefficients), base, factors)
 
 
 def sum_on_base_in_torch(
@@ -120,19 +132,30 @@ def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Ten
     if not sources.is_cpu:
         return combine_in_torch(sources, coefficients, origin)
     out = torch.empty(sources.shape[1], dtype=torch.float32)
-    anchor, excess = _anchor(coefficients)
-    places = row_places(sources)
-    loops.combine.combination(
-        out.numpy(), flat(sources), places, _doubles(coefficients), anchor, excess, elements(origin)
-    )
+    _write_combination(out.numpy(), flat(sources), row_places(sources), coefficients, elements(origin))
     return out
 
 
 def combine_stored(stored: Stored, coefficients: Coefficients, out: Words) -> None:
     """``combine``, rounded into ``out``; with one input more than coefficients, the first one is O."""
-    anchor, excess = _anchor(coefficients)
     origin, places = stored.origin(len(coefficients))
-    loops.combine.combination(out, stored.words, places, _doubles(coefficients), anchor, excess, origin)
+    _write_combination(out, stored.words, places, coefficients, origin)
+
+
+def _write_combination(
+    out: Vector, memory: Vector, places: Places, coefficients: Coefficients, origin: Vector
+) -> None:
+    anchor, excess = _anchor(coefficients)
+    if excess or len(coefficients) > loops.combine.FEW:
+        loops.combine.combination(out, memory, places, _doubles(coefficients), anchor, excess, origin)
+        return
+    order = sorted(range(len(coefficients)), key=lambda index: index != anchor)
+    vectors = _vectors(memory, places[order], out.size)
+    loops.combine.combination_of_few(out, vectors, tuple([float(coefficients[index]) for index in order]))
+
+
+def _vectors(memory: Vector, places: Places, length: int) -> tuple[Vector, ...]:
+    return tuple([memory[place : place + length] for place in places.tolist()])
 
 
 def combine_in_torch(

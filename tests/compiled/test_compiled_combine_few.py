@@ -18,7 +18,7 @@ from raymerge.methods.kernel import Stored, Tile
 
 COUNT = 5003
 """No multiple of what a loop takes at once."""
-WEIGHTS = (0.25, 0.125, -0.125, 0.5)
+WEIGHTS = (0.25, 0.125, -0.125, 0.5, -0.375, 0.75, 0.3)
 
 
 def weights_of(num: int, largest: int) -> list[float]:
@@ -35,7 +35,7 @@ def made(num: int) -> tuple[torch.Tensor, Stored]:
     return vectors.float(), Stored(words, np.arange(num) * COUNT, COUNT, 0)
 
 
-@pytest.mark.parametrize(("num", "largest"), [(n, at) for n in (2, 3, 4) for at in range(n)])
+@pytest.mark.parametrize(("num", "largest"), [(n, at) for n in (2, 3, 6, 7) for at in range(n)])
 def test_a_mean_is_what_torch_gives(num: int, largest: int) -> None:
     vectors, stored = made(num)
     weights = weights_of(num, largest)
@@ -46,7 +46,7 @@ def test_a_mean_is_what_torch_gives(num: int, largest: int) -> None:
     assert out.tobytes() == expected.bfloat16().view(torch.int16).numpy().tobytes()
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize("num", [1, 2, 6, 7])
 @pytest.mark.parametrize("factor", [1.0, 0.7])
 def test_a_sum_on_a_base_is_what_torch_gives(num: int, factor: float) -> None:
     vectors, stored = made(num + 1)

@@ -674,9 +674,9 @@ MUTATIONS = (
         "execute/test_execute_lanes.py",
     ),
     Mutation(
-        "kernels/combine.py",
-        "first = 1 if anchor == 0 else 0",
-        "first = 0",
+        "methods/combine.py",
+        "key=lambda index: index != anchor",
+        "key=lambda index: index",
         "compiled/test_compiled_combine_few.py",
     ),
     Mutation(
