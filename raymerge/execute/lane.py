@@ -379,18 +379,15 @@ class Lane:
     ) -> list[TiledOp]:
         """Make a tile of those ops that are made of what is stored as it is; what is left.
 
-        Several take turns, so that they find in the processor's cache what they read."""
+        At once for each: smaller parts in turn would be in the processor's cache, but many more calls take
+        longer than that saves."""
         fitting = [each for each in group if each.takes_stored(self._outputs[each.op.output].most_together)]
         stored = lead.stored(raw, tile.first_element) if fitting else None
         if stored is None:
             return list(group)
-        step = stored.count if len(fitting) == 1 else tile.piece
-        for begin in range(0, max(1, stored.count), max(1, step)):
-            part = stored.part(begin, min(step, stored.count - begin))
-            for tiled in fitting:
-                skipped = tiled.skipped(tile.start + begin)
-                fill, unit = tiled.filler(part), tiled.unit_bytes
-                self._outputs[tiled.op.output].take(tiled.op, skipped, 2 * part.count, fill, unit=unit)
+        for each in fitting:
+            skipped, fill, unit = each.skipped(tile.start), each.filler(stored), each.unit_bytes
+            self._outputs[each.op.output].take(each.op, skipped, 2 * stored.count, fill, unit=unit)
         return [each for each in group if each not in fitting]
 
     def _emit(
