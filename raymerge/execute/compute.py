@@ -267,6 +267,15 @@ class PartComputation:
         words = torch.as_strided(tensors[0], (memory.nbytes(),), (1,), 0).numpy().view(np.uint16)
         return methods.Stored(words, np.array(offsets, dtype=np.int64) // 2, count, start)
 
+    def marked(self, stored: methods.Stored) -> Iterator[methods.Stored]:
+        """A tile in parts with what computations have in common that observe alike; whole without that."""
+        kernel, whole = self._kernel, max(1, stored.count)
+        assert isinstance(kernel, methods.StoredKernel)
+        length = kernel.marks_at_once or whole
+        for begin in range(0, whole, length):
+            part = stored.part(begin, min(length, stored.count - begin))
+            yield kernel.marked(part, self._settings, self._state)
+
     @property
     def unit_bytes(self) -> int:
         """Bytes of bfloat16 results that must be made at once: an op's where the method goes by rows."""

@@ -23,7 +23,7 @@ from raymerge.execute.encoding import Observed, TensorScale, coded_sum, encoded,
 from raymerge.execute.non_finite import are_negative
 from raymerge.execute.output import ComputePermit, Fill, NotFinite, Output
 from raymerge.execute.reading import Load, LoadReader, Raw, RawCodes, ReadPlan, TileJob
-from raymerge.execute.tiled import TiledOp, Tiles, made_together, pieces, take_statistics
+from raymerge.execute.tiled import TiledOp, Tiles, made_together, observed_alike, pieces, take_statistics
 from raymerge.execute.transfers import Arrival, HostTransfers
 from raymerge.merge_plan.expressions import Read
 from raymerge.merge_plan.jobs import JobPart, OpJob
@@ -379,15 +379,20 @@ class Lane:
     ) -> list[TiledOp]:
         """Make a tile of those ops that are made of what is stored as it is; what is left.
 
-        At once for each: smaller parts in turn would be in the processor's cache, but many more calls take
-        longer than that saves."""
+        At once for each, unless they share more than the tile: smaller parts in turn would be in the
+        processor's cache, but many more calls take longer than that saves."""
         fitting = [each for each in group if each.takes_stored(self._outputs[each.op.output].most_together)]
         stored = lead.stored(raw, tile.first_element) if fitting else None
         if stored is None:
             return list(group)
-        for each in fitting:
-            skipped, fill, unit = each.skipped(tile.start), each.filler(stored), each.unit_bytes
-            self._outputs[each.op.output].take(each.op, skipped, 2 * stored.count, fill, unit=unit)
+        for alike in observed_alike(fitting):
+            part = alike[0].part
+            assert part is not None
+            for shared in part.marked(stored) if len(alike) > 1 else (stored,):
+                for each in alike:
+                    skipped = each.skipped(tile.start + shared.start - stored.start)
+                    fill, unit = each.filler(shared), each.unit_bytes
+                    self._outputs[each.op.output].take(each.op, skipped, 2 * shared.count, fill, unit=unit)
         return [each for each in group if each not in fitting]
 
     def _emit(

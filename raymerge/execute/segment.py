@@ -130,7 +130,11 @@ def _compute(
     if device.type == "cpu" and isinstance(kernel, methods.StoredKernel):
         stored = methods.Stored(np.zeros(inputs * count, np.uint16), np.arange(inputs) * count, count, 0)
         state = methods.gather(method, settings, count, device, tiles=lambda: (stored,), sample=sample)
-        kernel.apply_stored(stored, settings, state, np.empty(count, np.uint16))
+        out = np.empty(count, np.uint16)
+        kernel.apply_stored(stored, settings, state, out)
+        # What several plans have in common.
+        if kernel.marks_at_once:
+            kernel.apply_stored(kernel.marked(stored, settings, state), settings, state, out)
 
 
 class Resident(NamedTuple):

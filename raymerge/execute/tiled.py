@@ -92,6 +92,15 @@ def made_together(first: TileJob, tiled_ops: Sequence[TiledOp]) -> list[list[Til
     return list(groups.values())
 
 
+def observed_alike(group: Sequence[TiledOp]) -> list[list[TiledOp]]:
+    """Groups of ops made of the same tiles that have their statistics, or what they depend on, in common."""
+    alike: dict[Hashable, list[TiledOp]] = {}
+    for each in group:
+        assert each.part is not None
+        alike.setdefault(each.part.observed, []).append(each)
+    return list(alike.values())
+
+
 def take_statistics(
     together: Sequence[Sequence[TiledOp]], tiles: Tiles, sample: Callable[[TiledOp], Tile] | None
 ) -> None:
@@ -119,12 +128,8 @@ class _Statistics:
 
 
 def _statistics(group: Sequence[TiledOp], sample: Callable[[TiledOp], Tile] | None) -> Iterator[_Statistics]:
-    alike: dict[Hashable, list[TiledOp]] = {}
-    for each in group:
-        assert each.part is not None
-        alike.setdefault(each.part.observed, []).append(each)
     lead = group[0]
-    for tiled_ops in alike.values():
+    for tiled_ops in observed_alike(group):
         parts = [each.part for each in tiled_ops if each.part is not None]
         gathering = parts[0].gathering(parts)
         if sample is not None and gathering.takes_sample and lead.first.piece and not lead.op.has_codes:

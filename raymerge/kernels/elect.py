@@ -456,10 +456,8 @@ class FewScratch(NamedTuple):
 def merge_few(inputs: FewInputs, selection: Selection, numbers: Numbers, out: NDArray[np.uint16]) -> None:
     """``merge_selected_stored``, but for selection by deviation."""
     marks, chosen = np.empty(RUN, np.uint16), np.empty(RUN, np.int32)
-    scratch = FewScratch(np.array(inputs.places), make_finder())
-    words, settles = inputs.words, False
-    for source in range(len(numbers.tied)):
-        settles |= not (np.isnan(numbers.tied[source]) and np.isnan(numbers.level[source]))
+    scratch, words = FewScratch(np.array(inputs.places), make_finder()), inputs.words
+    settles = _are_tied(numbers)
     for begin in range(0, out.size, RUN):
         size, first = min(RUN, out.size - begin), np.uint64(begin)
         if selection.by == BY_MAGNITUDE:
@@ -472,6 +470,38 @@ def merge_few(inputs: FewInputs, selection: Selection, numbers: Numbers, out: ND
             merge_elected(words, inputs.places, first, marks, numbers, out[begin : begin + size])
         else:
             _merge_few(words, inputs.places, first, marks, numbers, out[begin : begin + size])
+
+
+@compiled
+def mark_few(inputs: FewInputs, selection: Selection, numbers: Numbers, marks: NDArray[np.uint16]) -> None:
+    """Mark what each source keeps by magnitude, for ``merge_marked``."""
+    scratch, settles = FewScratch(np.array(inputs.places), make_finder()), _are_tied(numbers)
+    for begin in range(0, marks.size, RUN):
+        size = min(RUN, marks.size - begin)
+        run = marks[begin : begin + size]
+        _mark_by_magnitude(inputs.words, inputs.places, np.uint64(begin), size, numbers, run)
+        if settles:
+            _settle(inputs, begin, size, selection, run, scratch)
+
+
+@compiled
+def merge_marked(
+    inputs: FewInputs, marks: NDArray[np.uint16], numbers: Numbers, out: NDArray[np.uint16]
+) -> None:
+    """``merge_few`` of what is marked already."""
+    if numbers.elects:
+        merge_elected(inputs.words, inputs.places, np.uint64(0), marks, numbers, out)
+    else:
+        _merge_few(inputs.words, inputs.places, np.uint64(0), marks, numbers, out)
+
+
+@inlined
+def _are_tied(numbers: Numbers) -> bool:
+    """Whether there are elements to be selected one by one."""
+    settles = False
+    for source in range(len(numbers.tied)):
+        settles |= not (np.isnan(numbers.tied[source]) and np.isnan(numbers.level[source]))
+    return settles
 
 
 @inlined

@@ -97,6 +97,8 @@ class Stored:
     """Offset of each input, ``[inputs]``; the base first where there is one."""
     count: int
     start: int
+    marks: Words | None = None
+    """Which elements each source keeps, ``[count]``, where several results are made of the same ones."""
 
     def input(self, index: int) -> Words:
         return self.words[self.places[index] :][: self.count]
@@ -107,7 +109,8 @@ class Stored:
         return self.input(0) if has_base else self.words[:0], self.places[-num_sources:]
 
     def part(self, first: int, count: int) -> Stored:
-        return replace(self, places=self.places + first, count=count, start=self.start + first)
+        marks = None if self.marks is None else self.marks[first : first + count]
+        return replace(self, places=self.places + first, count=count, start=self.start + first, marks=marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,14 @@ class Kernel(ABC):
 class StoredKernel(Kernel):
     """A kernel with faster ways to the same bits for bfloat16 as stored, which most merges read and write:
     converting a tile to float32 takes longer there than the arithmetic."""
+
+    marks_at_once: ClassVar[int] = 0
+    """Elements of a tile that ``marked`` takes; 0 where nothing is to be marked."""
+
+    def marked(self, stored: Stored, settings: Settings, state: Any) -> Stored:
+        """A tile with what ``apply_stored`` would find out for each of several settings that are observed
+        alike."""
+        return stored
 
     def observe_stored(self, state: Any, stored: Stored, settings: Settings, pass_index: int) -> None:
         """Add a whole tile, the base first."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from raymerge.deferred import torch
 from raymerge.methods import loops, reference
-from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
+from raymerge.methods.kernel import BLOCK, Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.random import keep_mask, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
 from raymerge.methods.selection import MagnitudeSelection, Sample
@@ -149,12 +149,27 @@ class SelectedMerge:
         if few is None or (by_deviation and len(stored.places) == 2):
             loops.elect.merge_selected_stored(inputs_of(stored), self._selection, self._how, out)
             return
+        numbers = self._few_numbers()
+        if by_deviation:
+            loops.deviations.merge_by_deviation_few(few, self._selection, self._how, numbers, out)
+        elif stored.marks is None:
+            loops.elect.merge_few(few, self._selection, numbers, out)
+        else:
+            loops.elect.merge_marked(few, stored.marks, numbers, out)
+
+    def marked(self, stored: Stored) -> Stored:
+        """With what is kept by magnitude, for all that weigh it otherwise; as it is where inputs are many."""
+        few = few_inputs_of(stored)
+        if few is None:
+            return stored
+        marks = np.empty(stored.count, np.uint16)
+        loops.elect.mark_few(few, self._selection, self._few_numbers(), marks)
+        return replace(stored, marks=marks)
+
+    def _few_numbers(self) -> loops.elect.Numbers:
         if self._numbers is None:
             self._numbers = loops.elect.numbers_of(self._how, self._selection)
-        if by_deviation:
-            loops.deviations.merge_by_deviation_few(few, self._selection, self._how, self._numbers, out)
-        else:
-            loops.elect.merge_few(few, self._selection, self._numbers, out)
+        return self._numbers
 
 
 def compiled_thresholds(pairs: Sequence[tuple[Threshold, Threshold]]) -> loops.elect.Thresholds:
@@ -190,6 +205,9 @@ class TrimmingKernel(StoredKernel):
     elect: bool
     num_thresholds: int
     """2 with outliers, else 1."""
+
+    marks_at_once = 4 * BLOCK
+    """Bytes enough for them are in what is counted for pieces, of which there are none."""
 
     def observed(self, settings: Settings) -> Hashable:
         """Thresholds are those of the deltas, whatever these count for."""
@@ -251,6 +269,9 @@ class TrimmingKernel(StoredKernel):
 
     def apply_stored(self, stored: Stored, settings: Settings, state: TrimState | None, out: Words) -> None:
         self._merge(settings, state).apply_stored(stored, out)
+
+    def marked(self, stored: Stored, settings: Settings, state: TrimState | None) -> Stored:
+        return self._merge(settings, state).marked(stored)
 
     def _merge(self, settings: Settings, state: TrimState | None) -> SelectedMerge:
         if state is None:

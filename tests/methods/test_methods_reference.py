@@ -634,12 +634,15 @@ def assert_same(trial: Trial, given_: Settings, stored: Stored, num_steps: int, 
     expected = np.concatenate([np.empty(0, np.uint16), *map(words_of, parts)])
     other = gathered(trial, given_, stored, num_steps * step, at_once=True)
     out = np.full(stored.count + 2, GUARD, np.uint16)
+    marked, again = kernel.marked(stored, given_, other), np.empty(stored.count, np.uint16)
     bounds = sorted({0, stored.count, *(int(cut * stored.count) // length * length for cut in cuts)})
     for begin, end in itertools.pairwise(bounds):
         part = stored.part(begin, end - begin)
         kernel.apply_stored(part, given_, other, out[1 + begin : 1 + end])
+        kernel.apply_stored(marked.part(begin, end - begin), given_, other, again[begin:end])
     assert known(other) == known(state)
     assert same_words(out[1:-1], expected)
+    assert same_words(again, expected)
     assert out[0] == out[-1] == GUARD
     assert np.array_equal(stored.words, words)
     kernel.apply_stored(stored.part(0, 0), given_, other, out[:0])
