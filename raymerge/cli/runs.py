@@ -248,10 +248,8 @@ def _how_far(output: RunReport) -> tuple[str, str]:
             return "in progress", done
         case RunState.QUEUED:
             return "waiting", ""
-        case RunState.FAILED:
-            return "failed", output.message
         case _:
-            return output.state.value, done
+            return output.state.value, output.message
 
 
 class Relay:

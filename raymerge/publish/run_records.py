@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from raymerge.checkpoints.files import INDEX_FILE
@@ -107,6 +108,11 @@ def _alive_first(views: Iterator[leases.LeaseView | None]) -> leases.LeaseView |
     return next((view for view in held if view.is_alive), held[0] if held else None)
 
 
+Failure: TypeAlias = Mapping[str, Any]
+"""What an output of a sweep has failed with: ``exit_code`` and ``message``; empty for nothing."""
+NO_FAILURE: Failure = MappingProxyType({})
+
+
 class SweepRecord:
     """Tells of the outputs of a sweep until all are published. Nobody waits for it: it raises nothing."""
 
@@ -114,9 +120,8 @@ class SweepRecord:
         """``place`` is the directory of the outputs' directories, or its like in an object store."""
         self._place = place
 
-    def write(self, outputs: Mapping[str, str]) -> None:
-        """``outputs`` are their names, each with what it has failed with; "" for nothing."""
-        text = json.dumps({_OUTPUTS: dict(outputs)}).encode()
+    def write(self, outputs: Mapping[str, Failure]) -> None:
+        text = json.dumps({_OUTPUTS: {name: dict(failure) for name, failure in outputs.items()}}).encode()
         with suppress(Exception):
             if is_object_place(self._place):
                 ObjectWriter(self._place, seconds=_ASIDE_SECONDS).put(_SWEEP, text)
@@ -136,9 +141,10 @@ class SweepRecord:
 _OUTPUTS = "outputs"
 
 
-def _outputs_in(record: Mapping[str, Any]) -> dict[str, str]:
+def _outputs_in(record: Mapping[str, Any]) -> dict[str, Failure]:
     listed = record.get(_OUTPUTS)
-    return {name: str(error) for name, error in listed.items()} if isinstance(listed, dict) else {}
+    listed = listed if isinstance(listed, dict) else {}
+    return {name: failure if isinstance(failure, dict) else NO_FAILURE for name, failure in listed.items()}
 
 
 class LocalRecords:
@@ -168,11 +174,10 @@ class LocalRecords:
     def has_steps(self) -> bool:
         return steps_beside(self._path).is_dir()
 
-    def outputs(self) -> dict[str, str]:
-        """The names of a sweep's outputs below the place, each with what it has failed with; of one that is
-        over, those that are published."""
+    def outputs(self) -> dict[str, Failure]:
+        """The outputs of a sweep below the place, by their names; of one that is over, what is published."""
         made = sorted(each.parent.parent.name for each in self._path.glob(f"[!.]*/{RECORD}/{STORY}"))
-        return _outputs_in(object_at(self._path / _SWEEP)) or dict.fromkeys(made, "")
+        return _outputs_in(object_at(self._path / _SWEEP)) or dict.fromkeys(made, NO_FAILURE)
 
     def ask_to_stop(self, holder: leases.LeaseHolder) -> None:
         """Raises OSError where no request can be left."""
@@ -225,10 +230,10 @@ class RemoteRecords:
         """False: intermediate results are in a directory unknown to the store."""
         return False
 
-    def outputs(self) -> dict[str, str]:
+    def outputs(self) -> dict[str, Failure]:
         keys = sorted(key.split("/") for key in self._keys())
         made = [name for name, *key in keys if "/".join(key) == f"{RECORD}/{STORY}"]
-        return _outputs_in(object_in(self._writer.content(_SWEEP))) or dict.fromkeys(made, "")
+        return _outputs_in(object_in(self._writer.content(_SWEEP))) or dict.fromkeys(made, NO_FAILURE)
 
     def ask_to_stop(self, holder: leases.LeaseHolder) -> None:
         leases.StopRequest(self._writer).make(holder)

@@ -203,17 +203,19 @@ def test_the_place_of_a_sweep_tells_of_its_outputs(
     outs = tmp_path / "outs"
     for place in (str(outs), s3.place("outs")):
         record = SweepRecord(place)
-        record.write({"a": "", "b": "no room"})
+        record.write({"a": {}, "b": {"exit_code": 2, "message": "too large"}})
         report = PlaceRuns().report(place)
         assert report.state is RunState.FAILED
         assert [(each.run, each.state) for each in report.outputs] == [
             ("a", RunState.QUEUED),
             ("b", RunState.FAILED),
         ]
-        assert report.outputs[1].message == "no room"
+        assert report.outputs[1].message == "too large"
+        record.write({"b": {"exit_code": 3, "message": "no room"}})
+        assert PlaceRuns().report(place).state is RunState.STOPPED
         record.remove()
         assert PlaceRuns().report(place).state is RunState.UNKNOWN
-    SweepRecord(str(outs)).write({"a": "", "b": ""})
+    SweepRecord(str(outs)).write({"a": {}, "b": {}})
     with ExitStack() as held:
         held.enter_context(leased(LeaseFile(outs / "b"), "digest"))
         assert PlaceRuns().report(str(outs)).state is RunState.RUNNING

@@ -160,13 +160,16 @@ class PlaceRuns:
             outputs = {} if is_one else records.outputs()
             return self._of_sweep(run, report, outputs) if outputs else report
 
-    def _of_sweep(self, place: str, own: RunReport, outputs: Mapping[str, str]) -> RunReport:
+    def _of_sweep(self, place: str, own: RunReport, outputs: Mapping[str, run_records.Failure]) -> RunReport:
         """``own`` is the report of the directory of the outputs, where results between have theirs."""
 
         def report(name: str) -> RunReport:
             each = report_of(self.records(join(place, name)))
-            if each.state is not RunState.SUCCEEDED and outputs[name]:
-                each = replace(each, state=RunState.FAILED, message=outputs[name])
+            failure = outputs[name]
+            if each.state is not RunState.SUCCEEDED and failure:
+                is_stopped = _number(failure, "exit_code") == _RESUMABLE
+                state = RunState.STOPPED if is_stopped else RunState.FAILED
+                each = replace(each, state=state, message=str(failure.get("message")))
             elif each.state is RunState.UNKNOWN:
                 each = replace(each, state=RunState.QUEUED, message="it is not begun.")
             return replace(each, run=name)

@@ -33,7 +33,7 @@ from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.lease import Lease, stop_request_at
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.record import Journal
-from raymerge.publish.run_records import SweepRecord
+from raymerge.publish.run_records import NO_FAILURE, SweepRecord
 from raymerge.publish.shards import JointWork
 from raymerge.runtime.driver import versions
 from raymerge.runtime.driver.chained_merges import (
@@ -325,7 +325,7 @@ class SweepJob:
         self._options = options
         self._emit = self._on_event = self._noting_failures(on_event)
         self._record = SweepRecord(str(place))
-        self._failures = {each.name: "" for each in outputs}
+        self._failures = dict.fromkeys((each.name for each in outputs), NO_FAILURE)
         self._began = time.monotonic() if began is None else began
         self._root = steps_directory(place, options.steps)
         self._merges = [merge for each in outputs for merge in each.merges]
@@ -488,7 +488,7 @@ class SweepJob:
     def _noting_failures(self, on_event: OnEvent) -> OnEvent:
         def emit(event: Event) -> None:
             if isinstance(event, events.OutputFailed):
-                self._failures[event.name] = event.message
+                self._failures[event.name] = {"exit_code": event.exit_code, "message": event.message}
                 self._record.write(self._failures)
             on_event(event)
 
