@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raymerge.api import AuditOptions as AuditOptions
+    from raymerge.api import InMemoryModel as InMemoryModel
     from raymerge.api import RunOptions as RunOptions
     from raymerge.api import RunResult as RunResult
     from raymerge.api import audit as audit
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuditOptions",
+    "InMemoryModel",
     "RunOptions",
     "RunResult",
     "audit",

@@ -19,6 +19,7 @@ from raymerge.checkpoints.source import Checkpoint
 from raymerge.deferred import torch
 from raymerge.device_numerics import Fallback, choose_device
 from raymerge.diagnosis.check import Check
+from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import CheckpointsPassedOver, OnEvent, RayLeftOut
@@ -29,6 +30,7 @@ from raymerge.lora.writer import Combination, Extraction, ModuleReport, output_d
 from raymerge.merge_plan.joint import with_tables_of
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import Device, RunOptions
+from raymerge.planner.inputs.in_memory import InMemoryModel, open_in_memory
 from raymerge.planner.inputs.sources import Source, open_reference, source_of, with_adapter
 from raymerge.planner.inputs.training_run import run_files
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
@@ -52,7 +54,7 @@ from raymerge.recipes.load import (
     with_order_problems,
 )
 from raymerge.recipes.moe import MoeRecipe
-from raymerge.recipes.order import AnyRecipe, merge_order
+from raymerge.recipes.order import AnyRecipe, merge_order, references
 from raymerge.recipes.schema import Recipe
 from raymerge.recipes.sweep import (
     SweepDraft,
@@ -324,6 +326,7 @@ __all__ = [
     "Evaluation",
     "ExtractOptions",
     "Extraction",
+    "InMemoryModel",
     "Inspection",
     "Limits",
     "LoadVerdict",
@@ -374,6 +377,8 @@ __all__ = [
 RecipeLike = AnyRecipe | Mapping[str, object] | str | Path
 RecipesLike = RecipeLike | Sequence[RecipeLike]
 """One recipe, a file of several, or a sequence of recipes that use each other's results by name."""
+Models = Mapping[str, InMemoryModel]
+NO_MODELS: Models = MappingProxyType({})
 
 
 def read_recipe(recipe: RecipeLike) -> AnyRecipe:
@@ -395,32 +400,34 @@ def read_recipes(recipes: RecipesLike) -> tuple[AnyRecipe, ...]:
     return merge_order(_draft(recipes).require())
 
 
-def plan(recipe: RecipeLike) -> Plan:
+def plan(recipe: RecipeLike, *, models: Models = NO_MODELS) -> Plan:
     """Every output byte with its origin. Reads headers, writes nothing.
 
-    The plan carries its problems; ``Plan.require`` raises them.
+    The plan carries its problems; ``Plan.require`` raises them. ``models``: parents in memory, by what the
+    recipe calls them.
 
     Raises:
         RecipeError: the recipe is not valid, with the problems of its models too; or the file holds several
             (see ``plan_all``).
         PlanError: recipe and sources fit too badly for a plan, or it merges adapters."""
     draft = _draft(recipe)
-    return plan_all(recipe if draft.problems else _only(draft.recipes))[0]
+    return plan_all(recipe if draft.problems else _only(draft.recipes), models=models)[0]
 
 
-def plan_all(recipes: RecipesLike) -> tuple[Plan, ...]:
+def plan_all(recipes: RecipesLike, *, models: Models = NO_MODELS) -> tuple[Plan, ...]:
     """The plans of several merges, in order of execution; only the last, of the result, carries problems.
 
     Raises:
         RecipeError: the recipes are invalid or inconsistent.
         PlanError: as ``plan``, or a merge that others use has problems; with the problems of all merges."""
-    return tuple(merge.plan for merge in plan_for(recipes, "merged"))
+    return tuple(merge.plan for merge in plan_for(recipes, "merged", models=models))
 
 
 def plan_for(
-    recipes: RecipesLike, output: str | Path, options: RunOptions | None = None
+    recipes: RecipesLike, output: str | Path, options: RunOptions | None = None, *, models: Models = NO_MODELS
 ) -> tuple[PlannedMerge, ...]:
-    """The merges of ``plan_all`` with their sources; raises the same errors.
+    """The merges of ``plan_all`` with their sources; raises the same errors, and CheckpointError where a
+    model in memory has tensors that no file could hold.
 
     ``output`` decides where intermediate results lie unless the options do; an unfinished run there fixes the
     commits of Hub models."""
@@ -433,9 +440,22 @@ def plan_for(
     steps = steps_directory(place, chosen.steps)
     commits = NO_COMMITS if chosen.replace or draft.problems else commits_begun(ordered, place, steps)
     lookup = Lookup(options=chosen.storage, commits=commits)
+    unused = [] if draft.problems else list(_unused(models, ordered))
+    if unused:
+        raise PlanError(unused)
+    given = {name: open_in_memory(model, name) for name, model in models.items()}
     if draft.problems:
-        raise RecipeError(draft_problems(draft, steps, version=version("raymerge"), lookup=lookup))
-    return plan_merges(ordered, steps, version=version("raymerge"), lookup=lookup)
+        raise RecipeError(
+            draft_problems(draft, steps, version=version("raymerge"), lookup=lookup, given=given)
+        )
+    return plan_merges(ordered, steps, version=version("raymerge"), lookup=lookup, given=given)
+
+
+def _unused(models: Models, recipes: Sequence[AnyRecipe]) -> Iterator[Problem]:
+    named = {reference.path for recipe in recipes for _, reference in references(recipe)}
+    for name in models.keys() - named:
+        what = f"no recipe names a model {name!r}."
+        yield Problem("models", what, did_you_mean(name, sorted(named)) or "Leave it out.")
 
 
 class PlannedOutput(NamedTuple):
@@ -545,19 +565,25 @@ def submit(
 
 
 def stream(
-    recipe: RecipesLike, options: RunOptions | None = None, *, on_event: OnEvent | None = None
+    recipe: RecipesLike,
+    options: RunOptions | None = None,
+    *,
+    models: Models = NO_MODELS,
+    on_event: OnEvent | None = None,
 ) -> TensorStream:
     """The tensors that ``submit`` would write, one after the other and without files.
 
     An iterable of ``(name, tensor)``, in the memory that the options give; it is made in this process, also
-    where that is a worker of Ray. Nothing is read or made before the first tensor is asked for.
+    where that is a worker of Ray. No weight is read before the first tensor is asked for. ``models``: parents
+    in memory, by what the recipe calls them.
 
     Raises:
         PlanError: recipe and sources do not fit, or torch lacks a dtype of the result.
         OptionError: too little memory, other workers, or a recipe whose results between need files.
         RaymergeError: as ``plan``."""
     chosen = options or RunOptions()
-    return TensorStream(plan_for(recipe, "merged", chosen), chosen, on_event=on_event or (lambda _: None))
+    merges = plan_for(recipe, "merged", chosen, models=models)
+    return TensorStream(merges, chosen, on_event=on_event or (lambda _: None))
 
 
 def submit_sweep(

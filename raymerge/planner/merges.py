@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 
@@ -115,6 +116,11 @@ class PlannedMerge:
         return {s.index: s.reference.path for s in self.sources if s.checkpoint.unwritten is not None}
 
 
+Given: TypeAlias = Mapping[str, Checkpoint]
+"""Models that are open already, by what recipes call them."""
+NOTHING_GIVEN: Given = MappingProxyType({})
+
+
 def plan_merges(
     recipes: Sequence[AnyRecipe],
     root: Path,
@@ -123,18 +129,20 @@ def plan_merges(
     opener: Opener | None = None,
     lookup: Lookup = USUAL,
     opened: Opened | None = None,
+    given: Given = NOTHING_GIVEN,
 ) -> tuple[PlannedMerge, ...]:
     """Plan recipes in the order of ``merge_order``; later ones may use results of earlier ones by name.
 
     Only the last plan may have problems, so that it can be shown. Results that others use lie below ``root``,
     each by its name; ``opener`` None opens models in each recipe's own way, and once for all calls that share
-    ``opened``.
+    ``opened``, but for those that are ``given``.
 
     Raises:
         PlanError: a merge that others need cannot be planned, or there is no plan to show; with the problems
             of all merges that could be examined."""
     names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
-    planner = _Planner(names, root, version, opener, lookup, opened=opened, is_alone=len(recipes) == 1)
+    is_alone = len(recipes) == 1
+    planner = _Planner(names, root, version, opener, lookup, opened=opened, is_alone=is_alone, given=given)
     looks = [planner.look(recipe) for recipe in recipes]
     merges = tuple(look.merge for look in looks if look.merge is not None)
     if len(merges) < len(looks) or any(look.problems for look in looks[:-1]):
@@ -147,14 +155,20 @@ def plan_merges(
 
 
 def draft_problems(
-    draft: Draft, root: Path, *, version: str, lookup: Lookup = USUAL, opened: Opened | None = None
+    draft: Draft,
+    root: Path,
+    *,
+    version: str,
+    lookup: Lookup = USUAL,
+    opened: Opened | None = None,
+    given: Given = NOTHING_GIVEN,
 ) -> tuple[Problem, ...]:
     """All problems of recipes that cannot be read as a whole, their models included.
 
     Nothing is fetched before the recipes can be read."""
     lookup = replace(lookup, fetches=False)
     is_alone = len(draft.recipes) == 1
-    planner = _Planner(draft.names, root, version, None, lookup, opened=opened, is_alone=is_alone)
+    planner = _Planner(draft.names, root, version, None, lookup, is_alone, opened=opened, given=given)
     partial = {id(recipe) for recipe in draft.partial}
     looks = [planner.look(recipe, is_partial=id(recipe) in partial) for recipe in draft.recipes]
     later = (each for look in looks for each in look.problems if each.where not in draft.guessed)
@@ -202,6 +216,7 @@ class _Planner:
     lookup: Lookup
     is_alone: bool
     opened: Opened | None = None
+    given: Given = field(default_factory=lambda: NOTHING_GIVEN)
     made: dict[str, PlannedMerge] = field(default_factory=dict)
 
     def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
@@ -293,6 +308,8 @@ class _Planner:
                 return planned_checkpoint(merge.plan, root, name=str(reference), donor=donor)
             if reference.path in self.names:
                 raise PlanError(())  # Why it cannot be made is told where it is.
+            if reference.path in self.given:
+                return replace(self.given[reference.path], name=str(reference))
             try:
                 return opener(reference)
             except NotCachedError:

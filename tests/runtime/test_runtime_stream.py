@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from kits.quantised_merges import MAKERS, entries
 from kits.tensor_scaled_models import fp8_mixture, nvfp4_llama
 
 import raymerge
-from raymerge.errors import CheckpointError, NonFiniteError, OptionError
+from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError
 from raymerge.events import Event, Planned, SegmentDone
 
 MIB = 1 << 20
@@ -151,3 +152,55 @@ def test_a_stream_runs_inside_an_actor(small: Family, ray_cluster: Any, tmp_path
     streamed = ray_cluster.get(actor.merged.remote())
     published = read_tensors(Path(raymerge.submit(recipe, tmp_path / "out", INLINE).output))
     assert _bytes_of(streamed) == _bytes_of(published)
+
+
+def _in_memory(root: Path) -> raymerge.InMemoryModel:
+    files = {path.name: path.read_bytes() for path in root.glob("*token*")}
+    return raymerge.InMemoryModel(read_tensors(root), read_config(root), files)
+
+
+def test_parents_in_memory_are_merged_like_those_on_disk(small: Family, tmp_path: Path) -> None:
+    published = raymerge.submit(recipes(small)["ties"], tmp_path / "out", INLINE)
+    models = {f"live{number}": _in_memory(root) for number, root in enumerate(small.tunes)}
+    # As trainers have them: parameters, and matrices that are not contiguous.
+    for number, (name, model) in enumerate(models.items()):
+        tensors = dict(model.tensors)
+        if number:
+            tensors |= {key: each.T.contiguous().T for key, each in tensors.items() if each.dim() == 2}
+        tensors["lm_head.weight"] = torch.nn.Parameter(tensors["lm_head.weight"])
+        models[name] = raymerge.InMemoryModel(tensors, model.config, model.files)
+    text = json.dumps(recipes(small)["ties"])
+    for number, root in enumerate(small.tunes):
+        text = text.replace(json.dumps(str(root)), json.dumps(f"live{number}"))
+    stream = raymerge.stream(json.loads(text), LEAST, models=models)
+    assert _bytes_of(dict(stream)) == _bytes_of(read_tensors(Path(published.output)))
+    expected = {key: (Path(published.output) / key).read_bytes() for key in stream.files()}
+    assert stream.files() == expected
+
+
+def test_quantised_parents_in_memory_keep_their_codes(tmp_path: Path) -> None:
+    roots = [MAKERS["DeepSeek-V3 F32"](tmp_path / each, seed).root for seed, each in enumerate(("a", "b"))]
+    published = raymerge.submit(mean_of(*roots), tmp_path / "out", INLINE)
+    models = {root.name: _in_memory(root) for root in roots}
+    streamed = dict(raymerge.stream(mean_of("a", "b"), INLINE, models=models))
+    assert _bytes_of(streamed) == _bytes_of(read_tensors(Path(published.output)))
+
+
+def test_what_a_trainer_changed_counts_in_the_next_iteration(small: Family) -> None:
+    live = _in_memory(small.base)
+    recipe = {"merge_method": "passthrough", "models": [{"model": "live"}]}
+    stream = raymerge.stream(recipe, INLINE, models={"live": live})
+    before = dict(stream)["model.norm.weight"].clone()
+    live.tensors["model.norm.weight"].add_(1)
+    assert torch.equal(dict(stream)["model.norm.weight"], before + 1)
+
+
+def test_tensors_that_no_file_could_hold_are_named(small: Family) -> None:
+    live = _in_memory(small.base)
+    tensors = {**live.tensors, "a": torch.empty(3, device="meta"), "b": torch.eye(3).to_sparse()}
+    recipe = {"merge_method": "passthrough", "models": [{"model": "live"}]}
+    with pytest.raises(CheckpointError) as caught:
+        raymerge.stream(recipe, models={"live": raymerge.InMemoryModel(tensors, live.config)})
+    assert [each.where for each in caught.value.problems] == ["live: a", "live: b"]
+    with pytest.raises(PlanError, match=r"no recipe names a model 'lives'\. Did you mean 'live'"):
+        raymerge.stream(recipe, models={"lives": live, "live": live})
