@@ -92,11 +92,12 @@ def finish_config(
 def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) -> Mapping[str, bytes]:
     """What ``finish_config`` writes, by name, in its order."""
     config, files = plan.manifest["config"], dict[str, bytes]()
-    if config and config != dict(donor_config):
+    own = donor.info("config.json")
+    if config and (config != dict(donor_config) or own is None):
+        # A training checkpoint may have that of another model.
         files["config.json"] = json_bytes(config)
-    elif config:
-        size = next(file.nbytes for file in donor.files() if file.key == "config.json")
-        files["config.json"] = donor.read("config.json", 0, size)
+    elif own is not None and config:
+        files["config.json"] = donor.read("config.json", 0, own.nbytes)
     shards = plan["shards"].column("name").to_pylist()
     if len(shards) > 1:
         files[INDEX_FILE] = index_bytes(plan)

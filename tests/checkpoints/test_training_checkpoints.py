@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import zipfile
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, tiny_llama
+from kits.command_line import run_command
 from kits.merge_cases import INLINE, merge
 from kits.merges import check_close, mean_of, merge_here
 from kits.s3_server import s3_server
@@ -166,6 +168,15 @@ def test_base_model_gives_config_and_tokenizer(tmp_path: Path) -> None:
         assert (tmp_path / "chunks" / key).read_bytes() == (tmp_path / "plain" / key).read_bytes()
 
 
+def test_a_first_model_without_config_takes_that_of_another(tmp_path: Path) -> None:
+    one, two = (tiny_llama(tmp_path / f"model{seed}", seed) for seed in (1, 2))
+    root = save_chunks(tmp_path / "saved", read_tensors(one), {})
+    merge(mean_of(root, two), tmp_path / "chunks")
+    merge(mean_of(one, two), tmp_path / "plain")
+    for key in ("model.safetensors", "config.json"):
+        assert (tmp_path / "chunks" / key).read_bytes() == (tmp_path / "plain" / key).read_bytes()
+
+
 def test_names_of_megatron_are_kept(tmp_path: Path) -> None:
     saved = {
         "decoder.layers.self_attention.linear_qkv.weight": torch.ones(2, 4, 3),
@@ -205,8 +216,13 @@ def test_chunks_on_an_object_store_give_the_same_bytes(tmp_path: Path) -> None:
             server.upload(root, root.name)
         options = replace(INLINE, storage=server.options)
         merge(mean_of("s3://models/m1", "s3://models/m2"), tmp_path / "far", options)
+        merge(mean_of(*roots, layout="s3://models/m2"), tmp_path / "far-layout", options)
     near, far = (tmp_path / name / "model.safetensors" for name in ("near", "far"))
     assert near.read_bytes() == far.read_bytes()
+    merge(mean_of(*roots, layout=str(roots[1])), tmp_path / "near-layout")
+    near_files, far_files = (contents(tmp_path / f"{name}-layout") for name in ("near", "far"))
+    assert near_files.pop("README.md") != far_files.pop("README.md")
+    assert near_files == far_files
 
 
 class FarFiles(LocalStore):
@@ -348,7 +364,9 @@ def test_a_model_is_converted_to_the_layout_of_a_checkpoint(tmp_path: Path) -> N
     recipe = conversion(tmp_path / "merged", layout=roots[0])
     rows = plan(recipe)["dispositions"].to_pylist()
     assert {row["rule"] for row in rows if row["source"] == 1} == {"layout_only", "training_state"}
-    submit(recipe, tmp_path / "converted", INLINE)
+    command = ("convert", "merged", "--like", "m1", "-o", "converted", "--inline", "--json")
+    done = json.loads(run_command(*command, cwd=tmp_path).text.splitlines()[-1])
+    assert [each["command"] for each in done["next"]][1] == "raymerge verify converted --level audit"
     merge(mean_of(*roots, layout=str(roots[0])), tmp_path / "out")
     converted, out = contents(tmp_path / "converted"), contents(tmp_path / "out")
     assert converted.pop("README.md") != out.pop("README.md")
