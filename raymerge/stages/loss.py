@@ -1,8 +1,8 @@
 """The negative log-likelihood of texts under a model that is read layer by layer.
 
 Every window of every text goes through a layer before the next is read, so each weight is read and decoded
-once, however large the model is; the head comes last, some rows at a time. The arithmetic is float32, sums
-are float64.
+once, however large the model is; the head comes last, some rows at a time. The arithmetic is float32; what
+is added up over rows of the head, tokens and windows is float64.
 
 Windows are computed in batches, whose size follows from the memory: results agree to rounding for any limit
 and number of threads, and to the bit for the same ones."""
@@ -214,9 +214,9 @@ class _Scores:
         chosen = logits[places.to(logits.device), targets[places].to(logits.device)]
         self._logits[batch][places] = chosen.double().cpu()
         # Not the infinity of a row that is masked: all of some rows may be.
-        largest = logits.max(1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).min)
-        sums = logits.sub_(largest).exp_().sum(1, dtype=torch.float64)
-        total = (largest[:, 0].double() + sums.log()).cpu()
+        largest = logits.amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
+        sums = logits.sub_(largest).exp_().sum(1)
+        total = (largest[:, 0].double() + sums.double().log()).cpu()
         self._totals[batch] = torch.logaddexp(self._totals[batch], total)
 
     def losses(self) -> tuple[TextLoss, ...]:
