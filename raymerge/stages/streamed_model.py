@@ -204,6 +204,9 @@ def _unfit(base: Source, purpose: Purpose) -> Iterator[Problem]:
     if base.checkpoint.config.get("is_encoder_decoder"):
         what = "is an encoder with a decoder; only a decoder alone is run layer by layer."
         yield Problem(base.name, what, purpose.remedy)
+    if any(name.endswith("ForMaskedLM") for name in class_names(base.checkpoint.config)):
+        what = "is an encoder, which predicts masked tokens and not the next one."
+        yield Problem(base.name, what, purpose.remedy)
     weights = quantised_tensors(base.checkpoint)
     yield from weights.faults
     if weights.unknown:

@@ -185,6 +185,10 @@ def test_models_that_are_not_run_layer_by_layer(tmp_path: Path) -> None:
     base = make_base("mamba", tmp_path / "model")
     with pytest.raises(PlanError, match=r"state space .* Measure it by a program"):
         evaluated(base, [Text("t", windows(9))], tmp_path)
+    llama = make_base("llama", tmp_path / "llama")
+    encoder = altered(llama, tmp_path / "encoder", architectures=["BertForMaskedLM"], model_type="bert")
+    with pytest.raises(PlanError, match="is an encoder, which predicts masked tokens"):
+        evaluated(encoder, [Text("t", windows(9))], tmp_path)
 
 
 # Texts ---------------------------------------------------------------------------------------------
