@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raymerge.api import plan as plan
     from raymerge.api import plan_all as plan_all
     from raymerge.api import plan_sweep as plan_sweep
+    from raymerge.api import push as push
     from raymerge.api import replay as replay
     from raymerge.api import report as report
     from raymerge.api import report_difference as report_difference
@@ -52,6 +53,7 @@ __all__ = [
     "plan_all",
     "plan_sweep",
     "progress",
+    "push",
     "replay",
     "report",
     "report_difference",

@@ -39,6 +39,7 @@ from raymerge.planner.suggestion.choice import Kind, Suggestion, arranged, choos
 from raymerge.planner.suggestion.models import find_base, read_models
 from raymerge.planner.suggestion.text import write as suggestion_text
 from raymerge.publish.finish import Provenance, read_record
+from raymerge.publish.hub_push import Pushed, PushTarget, push_checkpoint
 from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.publish.record import Journal
 from raymerge.recipes.entry import ModelReference
@@ -358,6 +359,7 @@ __all__ = [
     "plan_all",
     "plan_for",
     "plan_sweep",
+    "push",
     "read_recipe",
     "read_recipes",
     "read_sweep",
@@ -716,6 +718,24 @@ def merges_adapters(recipes: RecipesLike) -> bool:
 
 def verify(path: str | Path) -> Verdict:
     return verify_structure(place_of(path, RunOptions()))
+
+
+def push(
+    path: str | Path,
+    repository: str,
+    *,
+    public: bool = False,
+    replace: bool = False,
+    progress_bars: bool = False,
+) -> Pushed:
+    """Verify what ``submit`` published in a directory, and push it to ``ORG/NAME`` on the Hub as one commit.
+
+    What an earlier call uploaded is not uploaded again. ``public``: of a repository that is made;
+    ``replace``: other content of the repository gives way; ``progress_bars``: those of the Hub's client.
+
+    Raises UserError, of which ``problems`` says why it is refused; IncompleteError: the same call goes on."""
+    target = PushTarget(repository, public, replace)
+    return push_checkpoint(path, target, shows_bars=progress_bars)
 
 
 def audit(

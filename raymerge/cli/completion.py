@@ -1,4 +1,6 @@
-"""``raymerge completion``: what a shell needs to complete commands, and the answers while somebody types."""
+"""``raymerge completion``: what a shell needs to complete commands, and the answers while somebody types.
+
+``raymerge schema``: what an editor needs to complete recipes and profiles."""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from typer._completion_shared import get_completion_script
 
 from raymerge.cli.messages import command
 from raymerge.deploy.targets import TARGETS
+from raymerge.runtime.workers.importing import heavy_imports
 
 Shell = Literal["bash", "zsh", "fish"]
 
@@ -30,6 +33,22 @@ _RECIPES = (".yml", ".yaml")
 def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help=_SHELL_HELP)]) -> int:
     """Print what has bash, zsh or fish complete this command's verbs, options, methods and recipes."""
     sys.stdout.write(get_completion_script(prog_name="raymerge", complete_var=_VARIABLE, shell=shell) + "\n")
+    return 0
+
+
+@command
+def schema(
+    document: Annotated[
+        Literal["recipe", "profile"], typer.Argument(metavar="[recipe|profile]", help="Which documents.")
+    ] = "recipe",
+) -> int:
+    """Print the JSON Schema of recipes or profiles, by which editors complete and check them."""
+    with heavy_imports():
+        from raymerge.deploy.profiles import profile_schema
+        from raymerge.documents.json_schema import schema_text
+        from raymerge.planner.recipe_schema import recipe_schema
+
+    sys.stdout.write(schema_text(recipe_schema() if document == "recipe" else profile_schema()))
     return 0
 
 

@@ -13,7 +13,7 @@ import typer
 
 from raymerge.cli.adapters import extract_lora
 from raymerge.cli.cluster import make_cluster_app
-from raymerge.cli.completion import completion, prepare
+from raymerge.cli.completion import completion, prepare, schema
 from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
 from raymerge.cli.doctor import doctor
@@ -24,9 +24,9 @@ from raymerge.cli.mergekit import Verbs, command_class
 from raymerge.cli.messages import guarded
 from raymerge.cli.methods import methods
 from raymerge.cli.plan import plan
+from raymerge.cli.push import push
 from raymerge.cli.report import report
 from raymerge.cli.runs import logs, status, stop
-from raymerge.cli.schema import schema
 from raymerge.cli.submit import submit
 from raymerge.cli.transplant import transplant
 from raymerge.cli.verify import verify
@@ -66,6 +66,7 @@ def make_app() -> typer.Typer:
         plan,
         report,
         verify,
+        push,
         diff,
         evaluate,
         inspect,

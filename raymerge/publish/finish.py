@@ -133,6 +133,9 @@ _PLACES = re.compile(
 )
 
 
+_PLAN = "Plan digest: "
+
+
 @dataclass(frozen=True, slots=True)
 class Parent:
     name: str
@@ -167,19 +170,25 @@ def model_card(manifest: Mapping[str, Any], digest: str, parents: Sequence[Paren
         "## Getting the same bytes",
         "",
         "The same recipe on the same parents gives the same plan. "
-        f"Plan digest: {_code(digest)}. Seed: {manifest['seed']}.",
+        f"{_PLAN}{_code(digest)}. Seed: {manifest['seed']}.",
         "",
     ]
     return "\n".join(lines)
 
 
+def plan_in(card: str) -> str | None:
+    """The digest of the plan that a model card names; None for a card that is not raymerge's."""
+    match = re.search(rf"^The same recipe .*{_PLAN}`([0-9a-f]+)`", card, re.MULTILINE)
+    return match[1] if match is not None else None
+
+
 def shown_name(name: str) -> str:
-    """A parent's name fit for publication: only the last two parts of an absolute path."""
+    """A parent's name fit for publication: of a path that begins elsewhere only the last two parts."""
     name = name.removeprefix("file://")
     path = PureWindowsPath(name) if _DRIVE.match(name) else PurePosixPath(name)
-    if not path.is_absolute() and not name.startswith("~"):
+    if not path.is_absolute() and path.parts[:1] not in (("~",), ("..",)):
         return name
-    return "/".join([part for part in path.parts if part not in (path.anchor, "~")][-2:])
+    return "/".join([part for part in path.parts if part not in (path.anchor, "~", "..")][-2:])
 
 
 def without_places(text: str, names: Sequence[str] = ()) -> str:
@@ -197,6 +206,8 @@ def _front_matter(parents: Sequence[Parent], *, is_raw: bool) -> dict[str, Any]:
     bases = list(dict.fromkeys(parent.name for parent in parents if _is_of_hub(parent)))
     if bases:
         matter["base_model"] = bases
+        if len(parents) > 1:
+            matter["base_model_relation"] = "merge"
     if not is_raw:
         matter["library_name"] = "transformers"
     return matter | {"tags": ["merge", "raymerge"]}

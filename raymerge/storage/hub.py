@@ -151,7 +151,7 @@ def _asked(request: Callable[[], _Result], where: str) -> _Result:
     except CheckpointError:
         raise
     except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library
-        raise _meaning(error, where) from error
+        raise meaning(error, where) from error
 
 
 def _refusal(status: int, where: str) -> OSError | CheckpointError:
@@ -168,7 +168,8 @@ def _refusal(status: int, where: str) -> OSError | CheckpointError:
     return CheckpointError(Problem(where, what, remedy))
 
 
-def _meaning(error: Exception, where: str) -> OSError | CheckpointError:
+def meaning(error: Exception, where: str) -> OSError | CheckpointError:
+    """What a failure of the Hub's client says, as the errors of ``_asked``."""
     names = [kind.__name__ for kind in type(error).__mro__]
     for name in names:
         if name in _REFUSALS:

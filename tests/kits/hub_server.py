@@ -6,6 +6,7 @@ Hub's CDN does. Both write down what they were asked.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -26,6 +27,8 @@ Fault = Literal["500", "429", "reset", "cut"]
 """An answer of that number; a connection that ends before the answer; one that ends in the middle of it."""
 _API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
 _RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<key>.+)")
+_WRITE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/(?P<what>preupload|commit)/main")
+_BATCH = re.compile(r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
@@ -44,6 +47,13 @@ class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     refusal: tuple[int, str, str] | None = None
+    is_private: bool = False
+    messages: dict[str, str] = field(default_factory=dict)
+    """Of commits that were made by its API."""
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.commits[self.refs["main"]]
 
     def commit_of(self, revision: str) -> str | None:
         return revision if revision in self.commits else self.refs.get(revision)
@@ -53,6 +63,14 @@ class HubServer:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.asked: list[Asked] = []
+        self.objects: dict[str, bytes] = {}
+        """Large files that were uploaded, whether a commit has them or not, by SHA-256."""
+        self.may_write = True
+        self.ignored: re.Pattern[str] | None = None
+        """As a repository's .gitignore has it."""
+        self.most_uploads: int | None = None
+        """Uploads that are answered; later ones hang until the server ends."""
+        self.ended = threading.Event()
         self.token = "hf_" + "T" * 34
         self.has_ranges = True
         self._faults: list[tuple[re.Pattern[str], Fault]] = []
@@ -75,6 +93,16 @@ class HubServer:
         repository.commits[digest.hexdigest()] = files
         repository.refs["main"] = digest.hexdigest()
         return digest.hexdigest()
+
+    def commit(self, repo: str, files: dict[str, bytes], message: str = "") -> str:
+        repository = self.repositories.setdefault(repo, Repository())
+        number = hashlib.sha1(f"{repo} {len(repository.commits)}".encode()).hexdigest()
+        repository.commits[number], repository.messages[number] = files, message
+        repository.refs["main"] = number
+        return number
+
+    def uploads(self) -> list[str]:
+        return [each.path for each in self.asked if each.method == "PUT" and each.status == 200]
 
     def fail(self, pattern: str, *faults: Fault) -> None:
         with self._lock:
@@ -130,6 +158,7 @@ def hub_server(cache: Path) -> Iterator[HubServer]:
     ):
         template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "ENDPOINT", server.endpoint)
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -139,6 +168,7 @@ def hub_server(cache: Path) -> Iterator[HubServer]:
         try:
             yield server
         finally:
+            server.ended.set()
             close_session()
 
 
@@ -152,8 +182,10 @@ def is_large(key: str) -> bool:
 
 class _Handler(Handler):
     hub: HubServer
+    body = b""
 
     def do_GET(self) -> None:
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         fault = self.hub.fault_of(f"{self.command} {path}")
         self._cut = fault == "cut"
@@ -164,7 +196,7 @@ class _Handler(Handler):
         else:
             self._serve(urlsplit(self.path).path)
 
-    do_HEAD = do_GET  # noqa: N815
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
     def _serve(self, path: str) -> None:
         raise NotImplementedError
@@ -211,6 +243,9 @@ class _Handler(Handler):
 
 class _HubHandler(_Handler):
     def _serve(self, path: str) -> None:
+        if path == "/api/whoami-v2" or self.command == "POST":
+            self._take(unquote(path))
+            return
         found = _API.fullmatch(path) or _RESOLVE.fullmatch(path)
         if found is None:
             # What the client asks of its own accord.
@@ -233,12 +268,96 @@ class _HubHandler(_Handler):
         else:
             self._resolve(path, found["repo"], commit, unquote(found["key"]), repository.commits[commit])
 
+    # What a push asks
+
+    def _take(self, path: str) -> None:
+        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            self._refuse(path, 401, "", "Invalid credentials in Authorization header")
+        elif path == "/api/whoami-v2":
+            self._json(path, {"type": "user", "name": "somebody"})
+        elif not self.hub.may_write:
+            self._refuse(path, 403, "", "Forbidden: no write access")
+        elif path == "/api/repos/create":
+            self._create(path, json.loads(self.body))
+        elif path == "/api/validate-yaml":
+            self._json(path, {"errors": [], "warnings": []})
+        elif found := _BATCH.fullmatch(path):
+            self._batch(path, json.loads(self.body))
+        elif (found := _WRITE.fullmatch(path)) and found["what"] == "preupload":
+            self._preupload(path, self.hub.repositories[found["repo"]], json.loads(self.body))
+        elif found is not None:
+            self._commit(path, found["repo"], [json.loads(line) for line in self.body.splitlines()])
+        else:
+            self.send_error(404)
+
+    def _json(self, path: str, told: object, status: int = 200) -> None:
+        self._answer(path, status, json.dumps(told).encode(), {"Content-Type": "application/json"})
+
+    def _create(self, path: str, asked: Mapping[str, Any]) -> None:
+        repo = f"{asked['organization']}/{asked['name']}"
+        told = {"url": f"{self.hub.endpoint}/{repo}"}
+        if repo in self.hub.repositories:
+            self._json(path, {**told, "error": "You already created this model repo"}, 409)
+            return
+        self.hub.commit(repo, {".gitattributes": b"*.safetensors filter=lfs"}, "initial commit")
+        self.hub.repositories[repo].is_private = asked["visibility"] == "private"
+        self._json(path, told)
+
+    def _preupload(self, path: str, repository: Repository, asked: Mapping[str, Any]) -> None:
+        told = [
+            {
+                "path": each["path"],
+                "uploadMode": "lfs" if is_large(each["path"]) else "regular",
+                "shouldIgnore": self.hub.ignored is not None
+                and bool(self.hub.ignored.fullmatch(each["path"])),
+                "oid": self._oid(each["path"], repository.files.get(each["path"])),
+            }
+            for each in asked["files"]
+        ]
+        self._json(path, {"files": told})
+
+    def _oid(self, key: str, data: bytes | None) -> str | None:
+        if data is None:
+            return None
+        return hashlib.sha256(data).hexdigest() if is_large(key) else blob_id(data)
+
+    def _batch(self, path: str, asked: Mapping[str, Any]) -> None:
+        told = []
+        for each in asked["objects"]:
+            upload = {"href": f"{self.hub.cdn}/upload/{each['oid']}"}
+            actions = {} if each["oid"] in self.hub.objects else {"actions": {"upload": upload}}
+            told.append({**each, **actions})
+        self._json(path, {"transfer": "basic", "objects": told})
+
+    def _commit(self, path: str, repo: str, lines: list[dict[str, Any]]) -> None:
+        repository = self.hub.repositories[repo]
+        header, *changes = lines
+        if header["value"].get("parentCommit") not in (None, repository.refs["main"]):
+            self._refuse(path, 412, "", "A commit has happened since. Please refresh and try again.")
+            return
+        files = dict(repository.files)
+        for change in changes:
+            value = change["value"]
+            if change["key"] == "deletedFile":
+                del files[value["path"]]
+            elif change["key"] == "lfsFile" and value["oid"] not in self.hub.objects:
+                self._refuse(path, 400, "", f"{value['path']} was not uploaded")
+                return
+            elif change["key"] == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+            else:
+                files[value["path"]] = base64.b64decode(value["content"])
+        number = self.hub.commit(repo, files, header["value"]["summary"])
+        told = {"commitUrl": f"{self.hub.endpoint}/{repo}/commit/{number}", "commitOid": number}
+        self._json(path, {**told, "pullRequestUrl": None})
+
     def _tell(self, path: str, found: re.Match[str], commit: str, files: Mapping[str, bytes]) -> None:
         if found["what"] == "tree":
             told: Any = [{"type": "file", "path": key, **_blob(key, data)} for key, data in files.items()]
         else:
             has_blobs = "blobs" in parse_qs(urlsplit(self.path).query)
             told = {"id": found["repo"], "sha": commit, "siblings": list(_siblings(files, has_blobs))}
+            told["private"] = self.hub.repositories[found["repo"]].is_private
         self._answer(path, 200, json.dumps(told).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, path: str, repo: str, commit: str, key: str, files: Mapping[str, bytes]) -> None:
@@ -255,6 +374,15 @@ class _HubHandler(_Handler):
 
 class _CdnHandler(_Handler):
     def _serve(self, path: str) -> None:
+        if self.command == "PUT":
+            digest = path.removeprefix("/upload/")
+            if self.hub.most_uploads is not None and len(self.hub.objects) >= self.hub.most_uploads:
+                self.hub.ended.wait()
+            is_right = hashlib.sha256(self.body).hexdigest() == digest
+            if is_right:
+                self.hub.objects[digest] = self.body
+            self._answer(path, 200 if is_right else 400, b"", {})
+            return
         organization, name, commit, key = unquote(path).removeprefix("/").split("/", 3)
         signature = int(parse_qs(urlsplit(self.path).query)["X-Signature"][0])
         if not self.hub.is_valid(signature):
