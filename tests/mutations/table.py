@@ -24,6 +24,7 @@ TRANSPLANT = "transplant/test_transplant.py"
 STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
 JOINT = "execute/test_execute_joint.py"
 SWEEP = "runtime/test_runtime_sweep.py"
+PUSH = "publish/test_publish_hub_push.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -850,4 +851,9 @@ MUTATIONS = (
     ),
     Mutation("execute/segment.py", "each.__traceback__ = None", "pass", JOINT),
     Mutation("merge_plan/jobs.py", "max(fixed.get(key, 0), each.op.need.fixed_bytes)", "0", JOINT),
+    # What is pushed, and for whom to see
+    Mutation("publish/hub_push.py", "private=not target.is_public", "private=target.is_public", PUSH),
+    Mutation("publish/hub_push.py", 'startswith((f"{RECORD_DIRECTORY}/", "."))', 'startswith(".")', PUSH),
+    Mutation("publish/hub_push.py", "verify_structure(root).require()", "verify_structure(root)", PUSH),
+    Mutation("publish/hub_push.py", "elif plan not in (None, planned):", "elif False:", PUSH),
 )

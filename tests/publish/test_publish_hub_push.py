@@ -113,8 +113,12 @@ def test_the_same_push_changes_nothing_and_keeps_what_was_edited_there(hub: HubS
     assert hub.repositories[REPOSITORY].refs["main"] == before
 
 
-def test_a_killed_push_uploads_nothing_twice_and_shows_nothing_before_its_end(
-    hub: HubServer, recipe: Path
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(signal.SIGKILL, -signal.SIGKILL), pytest.param(signal.SIGTERM, 3, marks=pytest.mark.slow)],
+)
+def test_a_push_that_ends_early_uploads_nothing_twice_and_shows_nothing_before_its_end(
+    hub: HubServer, recipe: Path, end: signal.Signals, code: int
 ) -> None:
     assert submit(recipe).code == 0
     hub.most_uploads = 2
@@ -128,8 +132,8 @@ def test_a_killed_push_uploads_nothing_twice_and_shows_nothing_before_its_end(
             assert process.poll() is None
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(end)
+        assert process.wait() == code
     assert not held(hub)
     uploaded, hub.most_uploads = set(hub.uploads()), None
     hub.forget()
