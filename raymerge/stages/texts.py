@@ -195,8 +195,9 @@ class TextReader:
         whole = self._rendered(messages, tools)
         answers = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
         turns = [self._rendered(messages[: at + 1], tools) for at in answers]
+        # Behind the end of a turn some templates have a line break, which no model is asked for.
         spans = [
-            (_common(self._rendered(messages[:at], tools, is_prompt=True), turn), len(turn))
+            (_common(self._rendered(messages[:at], tools, is_prompt=True), turn), len(turn.rstrip()))
             for at, turn in zip(answers, turns, strict=True)
         ]
         if all(whole.startswith(turn) for turn in turns):
@@ -209,8 +210,11 @@ class TextReader:
     def _spanned(self, text: str, spans: Sequence[tuple[int, int]]) -> Window:
         """A text of which the characters in some spans are judged."""
         made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        begins = [begin for begin, _ in made["offset_mapping"]]
-        judged = [any(first <= begin < end for first, end in spans) for begin in begins]
+        # A token may hold the blank before an answer and its first word.
+        judged = [
+            any(begin < end and stop > first for first, end in spans)
+            for begin, stop in made["offset_mapping"]
+        ]
         return _window(made["input_ids"], judged)
 
     def _rendered(self, messages: list[Any], tools: Any, *, is_prompt: bool = False) -> str:

@@ -21,6 +21,7 @@ from kits.gate_stages import random_texts, reading_base
 from kits.layer_streams import BIG, KINDS, altered, make_base, open_base
 from kits.marks import slow_but
 from kits.model_parents import save
+from kits.tokenizer_maker import word_level
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -257,6 +258,29 @@ def test_what_the_assistant_says_is_judged(tmp_path: Path, template: str) -> Non
     (text,) = TextReader(talking(tmp_path / "model", template)).read([path])
     assert judged_of(text) == [[30, 31, 2, 32, 2], [30, 31, 2]]
     assert tokens_of(text)[1] == [10, 20, 21, 11, 12, 30, 31, 2]
+
+
+def test_neither_a_line_break_behind_a_turn_nor_a_blank_before_an_answer_matters(tmp_path: Path) -> None:
+    """Tokens with the blank before them, and a line break behind each turn."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    base = talking(tmp_path / "model", template)
+    pieces = ["<unk>", "<s>", "</s>", "▁yes", "▁no", "▁user", "▁assistant", "user", "assistant", ":", "\n"]
+    tokenizer = word_level(pieces, added=["<s>", "</s>"])
+    tokenizer["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": " ?\\w+|:|\n"}, "behavior": "Isolated", "invert": False},
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
+        ],
+    }
+    write_json(tmp_path / "model" / "tokenizer.json", tokenizer)
+    path = chat(tmp_path / "talk.jsonl", [("user", "no"), ("assistant", "yes")])
+    (text,) = TextReader(base).read([path])
+    assert tokens_of(text) == [[7, 9, 4, 2, 10, 8, 9, 3, 2, 10]]
+    assert judged_of(text) == [[3, 2]]
 
 
 def test_an_earlier_answer_that_is_shown_otherwise_is_judged_as_the_last(tmp_path: Path) -> None:
