@@ -40,7 +40,7 @@ from raymerge.planner.suggestion.models import find_base, read_models
 from raymerge.planner.suggestion.text import write as suggestion_text
 from raymerge.publish.finish import Provenance, read_record
 from raymerge.publish.hub_push import Pushed, PushTarget, push_checkpoint
-from raymerge.publish.output_place import place_of, steps_directory
+from raymerge.publish.output_place import place_of, steps_directory, sweep_steps
 from raymerge.publish.record import Journal
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
@@ -500,7 +500,7 @@ def plan_sweep(
         raise RecipeError(Problem(str(recipe), what, "Use 'plan_all', or add one."))
     places = [place_of(join(str(output), each.name), chosen) for each in draft.outputs]
     # Equal results between are made once for all outputs.
-    steps = steps_directory(place_of(output, chosen), chosen.steps)
+    steps = sweep_steps(place_of(output, chosen), chosen.steps)
     opened: dict[tuple[object, ...], Checkpoint] = {}
     if draft.problems:
         raise RecipeError(_sweep_problems(draft, Lookup(options=chosen.storage), opened))

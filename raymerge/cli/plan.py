@@ -189,7 +189,7 @@ def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, titl
     """The outputs of the sweep ``title``, how they are read, and the account of each."""
     from raymerge.api import plan_sweep
     from raymerge.merge_plan.joint import equal_tensors
-    from raymerge.publish.output_place import place_of
+    from raymerge.publish.output_place import place_of, sweep_steps
     from raymerge.recipes.sweep import joined_problems
     from raymerge.runtime.driver.chained_merges import digest_at, place_problems
     from raymerge.runtime.driver.in_process import run_options
@@ -201,10 +201,11 @@ def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, titl
         for each in planned
     ]
     around = place_of(output, options)
+    root = sweep_steps(around, options.steps)
     chosen = run_options([each.merges for each in outputs], around, options)
     accounts: list[Account] = []
     for number, each in enumerate(outputs, start=1):
-        last, lacks = each.merges[-1], tuple(place_problems(around, options, each.merges))
+        last, lacks = each.merges[-1], tuple(place_problems(each.place, options, each.merges, root))
         which = f"{title}, output {number} of {len(outputs)}: {each.name}"
         is_made = isinstance(each.place, Path) and digest_at(each.place) == last.plan.digest
         accounts.append(Account(last, _explained(last, chosen, lacks), which, is_made))

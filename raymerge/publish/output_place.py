@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -92,12 +91,21 @@ def steps_beside(output: Path) -> Path:
     return output.parent / f".{output.name}.raymerge.steps"
 
 
+def sweep_steps(place: Path | str, steps: str | None = None) -> Path:
+    """The directory of the intermediate results of a sweep whose outputs lie below a place: among them, as
+    nothing may be writable around it. As ``steps_directory`` otherwise."""
+    if steps is not None or is_remote(str(place)):
+        return steps_directory(place, steps)
+    return Path(os.path.realpath(place)) / ".raymerge.steps"
+
+
 def kept_directories(output: Path | str, steps: str | None = None) -> tuple[Path, ...]:
     """Where intermediate results of an output may be kept: for it alone, or for the sweep that it is of."""
-    places = [output]
-    with suppress(OptionError):
-        places.append(parent_and_name(str(output))[0])
-    return tuple(steps_directory(place, steps) for place in places)
+    own = steps_directory(output, steps)
+    try:
+        return own, sweep_steps(parent_and_name(str(output))[0], steps)
+    except OptionError:
+        return (own,)
 
 
 def _identity(output: Path | str) -> str:

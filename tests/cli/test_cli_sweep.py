@@ -75,7 +75,7 @@ def test_results_between_are_told_and_kept_once_for_all_outputs(folder: Path) ->
     assert (before["title"], before["outputs"]) == ("mean", NAMES)
     made = _run(folder, "submit", "recipe.yml", "-o", "outs", "--inline", "--keep-intermediates")
     assert made.code == 0
-    assert [each.name for each in (folder / ".outs.raymerge.steps").iterdir()] == ["mean"]
+    assert [each.name for each in (folder / "outs" / ".raymerge.steps").iterdir()] == ["mean"]
     audit = _run(folder, "verify", f"outs/{NAMES[0]}", "--level", "audit", "--inline")
     assert audit.code == 0
     assert "not kept" not in audit.text

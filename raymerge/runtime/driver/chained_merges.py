@@ -63,12 +63,12 @@ from raymerge.verifier.structure import PROVENANCE_FILE, verify_structure
 _ELSEWHERE = "Choose another --steps."
 
 
-def check_places(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]) -> None:
-    """Raises OptionError for an output that cannot be written where it is to be, and without a harmless,
-    writable directory for intermediate results."""
-    problems = dict.fromkeys(place_problems(output, options, merges))
+def check_places(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge], root: Path) -> None:
+    """Raises OptionError for an output that cannot be written where it is to be, and unless ``root`` is a
+    harmless, writable directory for intermediate results."""
+    problems = dict.fromkeys(place_problems(output, options, merges, root))
     if options.steps is not None and has_steps(merges):
-        place = nearest(steps_directory(output, options.steps).parent)
+        place = nearest(root.parent)
         if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
             what = f"{place} is a file." if not place.is_dir() else f"you may not write in {place}."
             problems[Problem(options.steps, what, _ELSEWHERE)] = None
@@ -77,10 +77,10 @@ def check_places(output: Path | str, options: RunOptions, merges: Sequence[Plann
 
 
 def place_problems(
-    output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]
+    output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge], root: Path | None = None
 ) -> Iterator[Problem]:
-    """What is wrong with the place of the output, and that directory, by their names: they may be another
-    machine's."""
+    """What is wrong with the place of the output, and the directory ``root`` of intermediate results (None
+    for the output's own), by their names: they may be another machine's."""
     if is_remote(str(output)) and planned_layout(merges[-1].plan) is not None:
         what = "objects are written from begin to end, and files of chunks of a 'layout' are not."
         remedy = "Give a directory as -o, and copy the result there; or take 'layout' out."
@@ -90,7 +90,7 @@ def place_problems(
     if options.steps is None and is_remote(str(output)):
         yield Problem(shown(str(output)), *STEPS_WANTED)
         return
-    root = steps_directory(output, options.steps)
+    root = root or steps_directory(output, options.steps)
     if (verb := relation(str(root), str(output))) is not None:
         yield Problem(str(root), f"the directory for results between {verb} the output place.", _ELSEWHERE)
     # It is removed at the end, with all that is in it.
@@ -371,19 +371,19 @@ class MergeJob:
         began: float | None = None,
         works: Works = work_of,
         journal: Journal | None = None,
-        beside: Path | str | None = None,
+        root: Path | None = None,
         asked: Asked | None = None,
     ) -> None:
-        """``merges`` are planned with ``steps_directory`` of ``beside``, None for the output, as the place of
-        results; ``began`` is ``time.monotonic()`` at the begin of the user's command, None for now; ``works``
+        """``merges`` are planned with ``root`` as the place of results, None for ``steps_directory`` of the
+        output; ``began`` is ``time.monotonic()`` at the begin of the user's command, None for now; ``works``
         carry out stages; ``journal`` is opened with the record of the output; ``asked`` None for a request at
         the output place.
 
         Raises what ``Run`` raises, and OptionError without a directory for intermediate results."""
         self._merges = tuple(merges)
-        check_places(beside or output, options, self._merges)
         self._output = output
-        self._root = steps_directory(beside or output, options.steps)
+        self._root = root or steps_directory(output, options.steps)
+        check_places(output, options, self._merges, self._root)
         self._options = options
         self._on_event = on_event
         self._began = began

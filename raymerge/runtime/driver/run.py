@@ -298,6 +298,10 @@ class Run:
         return self._held
 
     @property
+    def place(self) -> Path | str:
+        return self._staging.place
+
+    @property
     def ledger_path(self) -> Path:
         return self._staging.ledger_path
 

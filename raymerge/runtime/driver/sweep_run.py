@@ -31,7 +31,7 @@ from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.lease import Lease, stop_request_at
-from raymerge.publish.output_place import steps_directory
+from raymerge.publish.output_place import sweep_steps
 from raymerge.publish.record import Journal
 from raymerge.publish.run_records import NO_FAILURE, SweepRecord
 from raymerge.publish.shards import JointWork
@@ -327,7 +327,7 @@ class SweepJob:
         self._record = SweepRecord(str(place))
         self._failures = dict.fromkeys((each.name for each in outputs), NO_FAILURE)
         self._began = time.monotonic() if began is None else began
-        self._root = steps_directory(place, options.steps)
+        self._root = sweep_steps(place, options.steps)
         self._merges = [merge for each in outputs for merge in each.merges]
         self._has_steps = any(has_steps(output.merges) for output in outputs)
         self._before: list[Event] = []
@@ -366,7 +366,7 @@ class SweepJob:
             steps, results = (max(getattr(each, name) for each in disks) for name in ("steps", "results"))
             whole = Disk(steps, results, sum(each.output for each in disks))
             is_chosen, what = self._options.steps is not None, "all outputs together"
-            check_disk(whole, self._root, self._place, is_chosen=is_chosen, what=what)
+            check_disk(whole, self._root, missing[0].run.place, is_chosen=is_chosen, what=what)
 
     def carry_out(self, pool: Pool) -> dict[str, RunResult]:
         """Run with a started pool until all outputs are published; returns their results by name.
@@ -480,7 +480,7 @@ class SweepJob:
             on_event=self._emitter(journal),
             began=self._began,
             journal=journal,
-            beside=self._place,
+            root=self._root,
             asked=self._asked,
         )
         return _Member(output.name, job, journal)
