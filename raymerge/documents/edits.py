@@ -17,8 +17,8 @@ _SAFE = re.compile(r"[A-Za-z0-9_.+-][A-Za-z0-9_./+-]*")
 """Plain scalars that mean the same in every place of a document."""
 
 
-def scalar_at(part: Part, path: FieldPath) -> str | None:
-    """The scalar at a path as it can stand anywhere in a document; None where there is none."""
+def node_at(part: Part, path: FieldPath) -> Node | None:
+    """None where there is none, or where it comes from a ``<<``."""
     node: Node | None = part.root
     for step in path:
         if isinstance(node, MappingNode):
@@ -27,6 +27,12 @@ def scalar_at(part: Part, path: FieldPath) -> str | None:
             node = node.value[step]
         else:
             return None
+    return node
+
+
+def scalar_at(part: Part, path: FieldPath) -> str | None:
+    """The scalar at a path as it can stand anywhere in a document; None where there is none."""
+    node = node_at(part, path)
     if not isinstance(node, ScalarNode):
         return None
     is_safe = node.style is None and _SAFE.fullmatch(node.value) is not None
@@ -36,6 +42,17 @@ def scalar_at(part: Part, path: FieldPath) -> str | None:
 def edited(part: Part, replaced: Mapping[str, str], removed: Collection[str]) -> str:
     """The text of ``part`` with scalars whose whole value is a key of ``replaced`` written as the text there,
     and without the top-level keys ``removed``."""
+    nodes = {node: replaced[node.value] for node in _scalar_values(part.root) if node.value in replaced}
+    return _applied(part, nodes, removed)
+
+
+def edited_at(part: Part, replaced: Mapping[FieldPath, str], removed: Collection[str]) -> str:
+    """As ``edited``, with the values at these paths replaced; what has an alias of one changes with it."""
+    nodes = {node: text for path, text in replaced.items() if (node := node_at(part, path)) is not None}
+    return _applied(part, nodes, removed)
+
+
+def _applied(part: Part, replaced: Mapping[Node, str], removed: Collection[str]) -> str:
     cuts = list(_cuts(part, removed))
     changes = {**_replacements(part, replaced), **dict.fromkeys(cuts, "")}
     text, start = part.text, part.start
@@ -46,14 +63,13 @@ def edited(part: Part, replaced: Mapping[str, str], removed: Collection[str]) ->
     return text
 
 
-def _replacements(part: Part, replaced: Mapping[str, str]) -> dict[tuple[int, int], str]:
+def _replacements(part: Part, replaced: Mapping[Node, str]) -> dict[tuple[int, int], str]:
     changes: dict[tuple[int, int], str] = {}
-    for node in _scalar_values(part.root):
-        if node.value in replaced:
-            first, last = node.start_mark.index, node.end_mark.index
-            properties = _PROPERTIES.match(part.text[first - part.start : last - part.start])
-            anchor = _ANCHOR.search(properties[0]) if properties is not None else None
-            changes[first, last] = f"{anchor[0] if anchor is not None else ''}{replaced[node.value]}"
+    for node, text in replaced.items():
+        first, last = node.start_mark.index, _end(node)
+        properties = _PROPERTIES.match(part.text[first - part.start : last - part.start])
+        anchor = _ANCHOR.search(properties[0]) if properties is not None else None
+        changes[first, last] = f"{anchor[0] if anchor is not None else ''}{text}"
     return changes
 
 

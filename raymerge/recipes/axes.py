@@ -70,7 +70,7 @@ def shown_values(assignment: Assignment) -> dict[str, str]:
     return {axis: value.shown for axis, value in assignment.items()}
 
 
-def _read_value(value: object, yaml: str | None) -> AxisValue:
+def read_value(value: object, yaml: str | None) -> AxisValue:
     if isinstance(value, float) and not math.isfinite(value):
         raise refusal(f"{show(value)} is not a finite number.", "Write a finite one.")
     if not isinstance(value, str | int | float):
@@ -153,7 +153,7 @@ class AxesReader:
         return ()
 
     def _value(self, path: FieldPath, value: object) -> AxisValue | None:
-        return attempt(lambda given: _read_value(given, self._text_at(path)), value, path, self.faults)
+        return attempt(lambda given: read_value(given, self._text_at(path)), value, path, self.faults)
 
     def _groups(self) -> list[tuple[str, ...]]:
         """The axes that go in step together, in the place of the first; the others alone."""

@@ -71,6 +71,8 @@ _EXPERTS_FORMS = (
 
 SWEEP_KEYS = ("sweep", "checkpoints")
 """Keys of a document that stands for several recipes; ``outputs`` names what they make."""
+MARK = "search"
+"""Key of the block that says how to search, and of the map that stands for a value to search for."""
 VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 PROMPTS = ("positive_prompts", "negative_prompts", "held_out_prompts")
 
@@ -117,12 +119,36 @@ def draft_document(document: Located, text: str | None, exists: Exists) -> Draft
         what = f"'{key}' makes several outputs of a recipe, and one recipe is expected here."
         fault = Fault((key,), what, "Use 'raymerge submit' or 'raymerge plan'; in Python, 'submit_sweep'.")
         return Draft((), tuple(document.places.problems([fault])))
+    if MARK in document.data:
+        what = f"'{MARK}' stands for many recipes to choose from, and one recipe is expected here."
+        fault = Fault((MARK,), what, "Use 'raymerge search' or 'raymerge plan'; in Python, 'search'.")
+        return Draft((), tuple(document.places.problems([fault])))
+    if marked := [_mark_alone(path) for path, _ in marks(document.data)]:
+        return Draft((), tuple(document.places.problems(marked)))
     faults = [*document.faults, *_variables(document.data)]
     if "outputs" in document.data:
         what = "'outputs' names the outputs of a sweep, and there is none."
         faults.append(Fault(("outputs",), what, "Add a sweep, like sweep: {t: [0.3, 0.5]}, or remove it."))
     data = _without(document.data, "outputs")
     return _Drafting(replace(document, data=data, faults=tuple(faults)), text, exists).draft()
+
+
+def marks(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Mapping[str, Any]]]:
+    """The maps that stand for values to search for, by their paths."""
+    if isinstance(value, Mapping):
+        if MARK in value:
+            yield path, value
+            return
+        for key, each in value.items():
+            yield from marks(each, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from marks(each, (*path, index))
+
+
+def _mark_alone(path: FieldPath) -> Fault:
+    what = "this stands for a value to search for, and nothing says how to search."
+    return Fault(path, what, f"Write the value, or add '{MARK}' at the top of the recipe.")
 
 
 def _variables(value: object, path: FieldPath = ()) -> Iterator[Fault]:

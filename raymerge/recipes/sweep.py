@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -112,12 +112,36 @@ def draft_sweep_mapping(
 
 
 def is_sweep_file(path: str | os.PathLike[str]) -> bool:
+    return has_document(path, has_sweep_keys)
+
+
+def has_document(path: str | os.PathLike[str], accepts: Callable[[Mapping[str, object]], bool]) -> bool:
+    """Whether any document of a file is such; no for a file that cannot be read."""
     name = os.fspath(path)
     try:
         parts = split_documents(read_file(name, RECIPE), name, RECIPE)
-        return any(has_sweep_keys(read_document(part, name, RECIPE).data) for part in parts)
+        return any(accepts(read_document(part, name, RECIPE).data) for part in parts)
     except RecipeError:
         return False
+
+
+def plain_text(text: str, data: Mapping[str, Any], before: str) -> str | None:
+    """The edited text of a document behind the text ``before`` of others; where that is not the recipe, as
+    with anchors in what was removed, a new one."""
+    try:
+        (part,) = split_documents(text, "", RECIPE)
+        if read_document(part, "", RECIPE).data == data:
+            return text
+    except (RecipeError, ValueError):
+        pass
+    return new_text(data, before)
+
+
+def new_text(data: Mapping[str, Any], before: str) -> str | None:
+    try:
+        return ("---\n" if before else "") + yaml_text(data)
+    except RepresenterError:
+        return None  # It has values of Python's own.
 
 
 def joined_problems(
@@ -223,7 +247,7 @@ class _Expansion:
         text = None
         if self._part is not None:
             replaced = {f"${axis}": value.yaml for axis, value in assignment.items()}
-            text = self._checked(edited(self._part, replaced, _KEYS), data)
+            text = plain_text(edited(self._part, replaced, _KEYS), data, self._before)
         return [_UnreadOutput(values, data, text)]
 
     def _windows(self, assignment: Assignment, data: Mapping[str, Any]) -> Iterator[_UnreadOutput]:
@@ -236,25 +260,9 @@ class _Expansion:
             recipe = attempt(partial(window.recipe, files=self._files), data, (), self._faults)
             if recipe is not None:
                 size = str(window.size)
-                text = self._new_text(recipe)
+                text = new_text(recipe, self._before)
                 values = {_WINDOW: size, **shown_values(assignment)}
                 yield _UnreadOutput(values, recipe, text, window)
-
-    def _checked(self, text: str, data: Mapping[str, Any]) -> str | None:
-        """The edited text; where that is not the recipe, as with anchors in what was removed, a new one."""
-        try:
-            (part,) = split_documents(text, "", RECIPE)
-            if read_document(part, "", RECIPE).data == data:
-                return text
-        except (RecipeError, ValueError):
-            pass
-        return self._new_text(data)
-
-    def _new_text(self, data: Mapping[str, Any]) -> str | None:
-        try:
-            return ("---\n" if self._before else "") + yaml_text(data)
-        except RepresenterError:
-            return None  # It has values of Python's own.
 
     def _substituted(self, value: Any, assignment: Assignment, path: FieldPath) -> Any:
         if isinstance(value, Mapping):
