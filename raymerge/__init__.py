@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from raymerge.api import InMemoryModel as InMemoryModel
     from raymerge.api import RunOptions as RunOptions
     from raymerge.api import RunResult as RunResult
+    from raymerge.api import SearchOptions as SearchOptions
     from raymerge.api import audit as audit
     from raymerge.api import conversion as conversion
     from raymerge.api import diagnose as diagnose
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from raymerge.api import merge_adapters as merge_adapters
     from raymerge.api import plan as plan
     from raymerge.api import plan_all as plan_all
+    from raymerge.api import plan_search as plan_search
     from raymerge.api import plan_sweep as plan_sweep
     from raymerge.api import push as push
     from raymerge.api import replay as replay
     from raymerge.api import report as report
     from raymerge.api import report_difference as report_difference
+    from raymerge.api import search as search
     from raymerge.api import stream as stream
     from raymerge.api import submit as submit
     from raymerge.api import submit_sweep as submit_sweep
@@ -41,6 +44,7 @@ __all__ = [
     "InMemoryModel",
     "RunOptions",
     "RunResult",
+    "SearchOptions",
     "audit",
     "conversion",
     "diagnose",
@@ -51,12 +55,14 @@ __all__ = [
     "merge_adapters",
     "plan",
     "plan_all",
+    "plan_search",
     "plan_sweep",
     "progress",
     "push",
     "replay",
     "report",
     "report_difference",
+    "search",
     "stream",
     "submit",
     "submit_sweep",

@@ -22,7 +22,7 @@ from raymerge.diagnosis.check import Check
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
-from raymerge.events import CheckpointsPassedOver, OnEvent, RayLeftOut
+from raymerge.events import CheckpointsPassedOver, OnEvent, OutputKept, RayLeftOut, SearchEnded
 from raymerge.lora.combine import plan_adapters
 from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
 from raymerge.lora.matrices import Limits, parsed_model
@@ -42,6 +42,11 @@ from raymerge.publish.finish import Provenance, read_record
 from raymerge.publish.hub_push import Pushed, PushTarget, push_checkpoint
 from raymerge.publish.output_place import place_of, steps_directory, sweep_steps
 from raymerge.publish.record import Journal
+from raymerge.recipe_search.job import Search, SearchJob, SearchOptions
+from raymerge.recipe_search.planning import PlannedSearch
+from raymerge.recipe_search.planning import plan_search as planned_search
+from raymerge.recipe_search.report import with_trials
+from raymerge.recipe_search.trials import Trial, best_first, search_directory
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import (
@@ -50,6 +55,7 @@ from raymerge.recipes.load import (
     draft_mapping,
     draft_recipes,
     join_drafts,
+    parse_recipes,
     recipe_from_mapping,
     transplant_recipe,
     with_order_problems,
@@ -57,6 +63,7 @@ from raymerge.recipes.load import (
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, merge_order, references
 from raymerge.recipes.schema import Recipe
+from raymerge.recipes.search import has_search, is_search_file, read_marked, read_marked_mapping
 from raymerge.recipes.sweep import (
     SweepDraft,
     SweepOutput,
@@ -334,16 +341,20 @@ __all__ = [
     "ModuleReport",
     "Plan",
     "PlannedOutput",
+    "PlannedSearch",
     "RecipeLike",
     "RecipesLike",
     "ReplayVerdict",
     "Report",
     "RunOptions",
     "RunResult",
+    "SearchOptions",
+    "SearchResult",
     "Selection",
     "Suggestion",
     "SweepOutput",
     "TensorStream",
+    "Trial",
     "Verdict",
     "audit",
     "conversion",
@@ -352,12 +363,14 @@ __all__ = [
     "evaluate",
     "extract_lora",
     "inspect",
+    "is_search",
     "is_sweep",
     "merge_adapters",
     "merges_adapters",
     "plan",
     "plan_all",
     "plan_for",
+    "plan_search",
     "plan_sweep",
     "push",
     "read_recipe",
@@ -366,6 +379,7 @@ __all__ = [
     "replay",
     "report",
     "report_difference",
+    "search",
     "stream",
     "submit",
     "submit_sweep",
@@ -634,6 +648,86 @@ def _require_sound(planned: Sequence[PlannedOutput]) -> Sequence[PlannedOutput]:
     if problems := joined_problems(values, [plan.problems for plan in plans]):
         raise PlanError(problems)
     return planned
+
+
+class SearchResult(NamedTuple):
+    search: Search
+    run: RunResult
+    """Of the best candidate."""
+    best: Trial
+    trials: tuple[Trial, ...]
+    """By number."""
+
+
+def is_search(recipe: RecipesLike) -> bool:
+    """Whether ``search`` applies rather than ``submit``. Invalid recipes count as far as readable."""
+    if isinstance(recipe, Mapping):
+        return has_search(recipe)
+    return isinstance(recipe, str | Path) and is_search_file(recipe)
+
+
+def plan_search(
+    recipe: Mapping[str, object] | str | Path,
+    output: str | Path = "merged",
+    options: RunOptions | None = None,
+    *,
+    evaluations: int | None = None,
+) -> PlannedSearch:
+    """What is searched for and how, with the plan of one candidate; candidates with the extreme values of
+    all parameters have no problems.
+
+    Raises:
+        RecipeError: the recipe is not valid, or nothing is searched for.
+        PlanError: candidates and sources do not fit."""
+    marked = read_marked_mapping(recipe) if isinstance(recipe, Mapping) else read_marked(recipe)
+    chosen = options or RunOptions()
+    return planned_search(marked, place_of(output, chosen), chosen, evaluations=evaluations)
+
+
+def search(
+    recipe: Mapping[str, object] | str | Path,
+    output: str | Path,
+    options: RunOptions | None = None,
+    search_options: SearchOptions | None = None,
+    *,
+    evaluations: int | None = None,
+    on_event: OnEvent | None = None,
+) -> SearchResult:
+    """Search for the best values of a recipe's marks, and submit the best candidate.
+
+    Nothing but that is published. The same call goes on with a search that was stopped, and evaluates nothing
+    twice.
+
+    Args:
+        options: of the merge of the best candidate; of those that evaluators make too, as far as it concerns
+            one process.
+        evaluations: at most so many candidates, in place of what the recipe says.
+
+    Raises:
+        RecipeError, PlanError: as ``plan_search``.
+        SearchError: no candidate could be evaluated.
+        TargetError: the output place is taken, or trials of another search are beside it.
+        RaymergeError: as ``submit``."""
+    chosen, emit = options or RunOptions(), on_event or (lambda _: None)
+    place = place_of(output, chosen)
+    planned = plan_search(recipe, place, chosen, evaluations=evaluations)
+
+    def check_place() -> None:
+        MergeJob(planned.merges, place, chosen, on_event=emit).check()
+
+    directory, how = search_directory(place, chosen), search_options or SearchOptions()
+    job = SearchJob(planned.search, directory, chosen, how, on_event=emit, before_first=check_place)
+    trials = job.carry_out()
+    best = best_first(trials)[0]
+    assert best.score is not None
+    emit(SearchEnded(best.number, dict(best.values), best.score, len(trials)))
+    text = with_trials(planned.search.marked.candidate(best.values).text, planned.search, trials)
+    recipes = parse_recipes(text)
+    run = MergeJob(plan_for(recipes, place, chosen), place, chosen, on_event=emit).run
+    if run.is_published():
+        emit(OutputKept(shown(str(place))))
+        return SearchResult(planned.search, run.published_result(), best, trials)
+    return SearchResult(planned.search, submit(recipes, place, chosen, on_event=emit), best, trials)
 
 
 def conversion(

@@ -134,6 +134,10 @@ class NonFiniteError(UserError, ValueError):
     """NaN, infinity or a scale that is not positive in a source or a result; nothing was published."""
 
 
+class SearchError(UserError, ValueError):
+    """No candidate of a search could be evaluated."""
+
+
 class VerificationError(UserError, ValueError):
     """A checkpoint on disk is not what it should be."""
 

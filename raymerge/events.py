@@ -81,6 +81,42 @@ class OutputsPublished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SearchStarted(Event):
+    strategy: str
+    evaluations: int
+    """Of candidates, at most."""
+    done: int
+    """Of them, evaluated by an earlier call."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEvaluated(Event):
+    """A candidate of a search was evaluated."""
+
+    number: int
+    values: Mapping[str, str | int | float | bool]
+    share: float
+    """Of what candidates are evaluated on; less than 1 where it may be stopped after that."""
+    metrics: Mapping[str, float]
+    score: float | None
+    """Higher is better; None where it failed."""
+    error: str
+    seconds: float
+    is_recorded: bool = False
+    """Whether an earlier call did that."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchEnded(Event):
+    """The best candidate is known, and is merged and published now."""
+
+    number: int
+    values: Mapping[str, str | int | float | bool]
+    score: float
+    trials: int
+
+
+@dataclass(frozen=True, slots=True)
 class StageStarted(Event):
     title: str
     number: int

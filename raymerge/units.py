@@ -44,6 +44,22 @@ def format_size(num_bytes: int) -> str:
     return f"{size:.2f} TB"
 
 
+_DURATION = re.compile(r"(?:([0-9.]+)h)?(?:([0-9.]+)m)?(?:([0-9.]+)s?)?")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``"90"``, ``"90s"``, ``"30m"``, ``"2h"`` or ``"1h30m"``; ValueError otherwise."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    parts = [None, None, None] if match is None else list(match.groups())
+    try:
+        seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=True) if part)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < _LARGEST:
+        raise ValueError(f"{text[:30]!r} is not a duration")
+    return seconds
+
+
 def format_duration(seconds: float) -> str:
     """``3725`` as ``"1:02:05"``, ``0.34`` as ``"0.3 s"``."""
     if seconds < 10:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from raymerge.cli.messages import command
-from raymerge.cli.next_steps import after_extraction
 from raymerge.cli.render.ending import show_next
+from raymerge.cli.render.next_steps import after_extraction
 from raymerge.cli.render.screen import (
     Output,
     counted,

@@ -27,6 +27,7 @@ from raymerge.cli.plan import plan
 from raymerge.cli.push import push
 from raymerge.cli.report import report
 from raymerge.cli.runs import logs, status, stop
+from raymerge.cli.search import search
 from raymerge.cli.submit import submit
 from raymerge.cli.transplant import transplant
 from raymerge.cli.verify import verify
@@ -58,6 +59,7 @@ def make_app() -> typer.Typer:
         init,
         doctor,
         submit,
+        search,
         status,
         logs,
         stop,

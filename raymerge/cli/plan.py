@@ -18,6 +18,7 @@ from raymerge.cli.messages import looking, show_problems
 from raymerge.cli.options import AllAsJson, Memory, ProfileFile, RecipeFile, planned_options, read_memory
 from raymerge.cli.render.reports import Account, show_accounts
 from raymerge.cli.render.screen import Output, make_console, own_stdout
+from raymerge.cli.render.search import search_json, show_search
 from raymerge.cli.render.sweeps import SimulatedRun, SweepAccount, show_sweep
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
@@ -25,7 +26,7 @@ from raymerge.storage.addresses import check_alone, join
 from raymerge.units import parse_size
 
 if TYPE_CHECKING:
-    from raymerge.api import RecipesLike
+    from raymerge.api import PlannedSearch, RecipesLike
     from raymerge.merge_plan.memory import Projection
     from raymerge.merge_plan.plan import Plan
     from raymerge.options import RunOptions
@@ -71,6 +72,8 @@ def plan(
     with own_stdout(as_json=as_json) as out:
         place = output or named or default_output(recipe)
         check_alone(place)
+        if is_search(recipe):
+            return _plan_search(recipe, place, options, out, cluster=cluster, tensors=tensors)
         if is_sweep(recipe):
             return _plan_sweep(recipe, place, options, out, cluster=cluster, tensors=tensors)
         accounts = explain_all(recipe, place, options, title=recipe)
@@ -98,6 +101,23 @@ def _plan_sweep(
         show_sweep(out.console, account, tensors=tensors)
         show_problems(make_console(sys.stderr), account.problems)
     return 2 if account.problems else 0
+
+
+def _plan_search(
+    recipe: str, place: str, options: RunOptions, out: Output, *, cluster: Cluster | None, tensors: bool
+) -> int:
+    """What is searched for, and one candidate."""
+    planned, accounts = explain_search(recipe, place, options)
+    if cluster is not None:
+        accounts = _simulated(accounts, cluster)
+    problems = list(dict.fromkeys(problem for each in accounts for problem in each.explanation.problems))
+    if out.as_json:
+        out.json({"recipe": recipe, **search_json(planned), **accounts[-1].to_json(tensors=tensors)})
+    else:
+        show_search(out.console, recipe, planned)
+        show_accounts(out.console, accounts, tensors=tensors)
+        show_problems(make_console(sys.stderr), problems)
+    return 2 if problems else 0
 
 
 def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Cluster | None:
@@ -176,6 +196,25 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
             Account(merge, explanation, f"{title}{which}", is_made, steps=own_steps, is_in_process=is_here)
         )
     return tuple(accounts)
+
+
+def is_search(recipe: RecipesLike) -> bool:
+    with heavy_imports():
+        from raymerge.api import is_search
+
+    return is_search(recipe)
+
+
+def explain_search(
+    recipe: str, output: str, options: RunOptions, *, evaluations: int | None = None
+) -> tuple[PlannedSearch, tuple[Account, ...]]:
+    """A search, and the merges of one of its candidates."""
+    with heavy_imports():
+        from raymerge.api import plan_search
+        from raymerge.recipes.load import parse_recipes
+
+    planned = plan_search(recipe, output, options, evaluations=evaluations)
+    return planned, explain_all(parse_recipes(planned.text), output, options, title=recipe)
 
 
 def is_sweep(recipe: RecipesLike) -> bool:

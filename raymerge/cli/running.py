@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from raymerge.cli.adapters import show_combination
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
-from raymerge.cli.next_steps import (
+from raymerge.cli.plan import explain_all, explain_sweep, is_sweep
+from raymerge.cli.render.ending import Step, show_next
+from raymerge.cli.render.next_steps import (
     after_adapter,
     after_conversion,
     after_merge,
@@ -23,11 +25,10 @@ from raymerge.cli.next_steps import (
     after_stop,
     after_sweep,
 )
-from raymerge.cli.plan import explain_all, explain_sweep, is_sweep
-from raymerge.cli.render.ending import Step, show_next
 from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.reports import has_router, show_accounts, show_routing
 from raymerge.cli.render.screen import Output, counted, make_console
+from raymerge.cli.render.search import show_trials
 from raymerge.cli.render.sweeps import show_sweep
 from raymerge.cli.render.tally import Tally
 from raymerge.errors import AskedError, IncompleteError, PlanError
@@ -53,9 +54,9 @@ from raymerge.units import format_duration
 if TYPE_CHECKING:
     from typing import IO
 
-    from raymerge.api import RecipeLike
-Makes: TypeAlias = Literal["checkpoint", "adapter", "outputs"]
-"""What a recipe makes: one model, one adapter, or several models."""
+    from raymerge.api import RecipeLike, SearchOptions
+Makes: TypeAlias = Literal["checkpoint", "adapter", "outputs", "best"]
+"""What a recipe makes: one model, one adapter, several models, or the best one that a search finds."""
 _LAST_SECONDS = 2.75
 """From SIGTERM to the end of the process, whatever is in hand: some schedulers kill after three."""
 
@@ -70,6 +71,9 @@ class Request:
     """The model that ``recipe`` only stores in another format."""
     is_reported: bool = False
     """Whether a report follows."""
+    search: SearchOptions | None = None
+    evaluations: int | None = None
+    """Of a search; None for what the recipe says."""
 
     def __post_init__(self) -> None:
         check_alone(self.output)
@@ -238,7 +242,7 @@ def _told_at(request: Request, watched: _Watched) -> str:
 
 
 def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, makes: Makes) -> None:
-    from raymerge.api import merge_adapters, submit, submit_sweep
+    from raymerge.api import merge_adapters, search, submit, submit_sweep
 
     def then() -> tuple[Step, ...]:
         if makes == "adapter":
@@ -275,10 +279,16 @@ def _run(request: Request, out: Output, ending: Ending, watched: _Watched, *, ma
                 made = merge_adapters(request.recipe, request.output, request.options, on_event=show)
             case "outputs":
                 submit_sweep(request.recipe, request.output, request.options, on_event=show)
+            case "best":
+                how, most = request.search, request.evaluations
+                recipe = str(request.recipe)
+                best = search(recipe, request.output, request.options, how, evaluations=most, on_event=show)
             case _:
                 submit(request.recipe, request.output, request.options, on_event=show)
     if makes == "adapter":
         show_combination(out, made)
+    if makes == "best" and not out.as_json:
+        show_trials(out.console, best)
     if not out.as_json:
         show_routing(out.console, watched.reports)
         show_next(out.console, then())

@@ -13,10 +13,10 @@ import typer
 
 from raymerge.cli import options as shared
 from raymerge.cli.messages import guarded
-from raymerge.cli.next_steps import after_sent
 from raymerge.cli.plan import default_output
 from raymerge.cli.push import PUBLIC_HELP, carry_out_push
 from raymerge.cli.render.ending import show_next
+from raymerge.cli.render.next_steps import after_sent
 from raymerge.cli.render.screen import Output, make_console, own_stdout
 from raymerge.cli.report import REPORT_HELP, page_place, put_report
 from raymerge.cli.running import Makes, Request, examining, give_up, rehearse, run, terminable

@@ -42,7 +42,8 @@ def scalar_at(part: Part, path: FieldPath) -> str | None:
 def edited(part: Part, replaced: Mapping[str, str], removed: Collection[str]) -> str:
     """The text of ``part`` with scalars whose whole value is a key of ``replaced`` written as the text there,
     and without the top-level keys ``removed``."""
-    nodes = {node: replaced[node.value] for node in _scalar_values(part.root) if node.value in replaced}
+    values = (node for node in _scalar_values(part.root) if node.value in replaced)
+    nodes: dict[Node, str] = {node: replaced[node.value] for node in values}
     return _applied(part, nodes, removed)
 
 

@@ -12,7 +12,7 @@ from raymerge.methods.method import BaseUse
 from raymerge.recipes.average import GIVEN_ELSEWHERE
 from raymerge.recipes.axes import AXES_GRAMMAR
 from raymerge.recipes.expert_set import ExpertSetRecipe
-from raymerge.recipes.load import PROMPTS, SWEEP_KEYS, VARIABLE
+from raymerge.recipes.load import MARK, PROMPTS, SWEEP_KEYS, VARIABLE
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.schema import Recipe
 from raymerge.recipes.settings import setting_grammar
@@ -20,6 +20,7 @@ from raymerge.recipes.windows import WINDOWS_GRAMMAR
 
 _KINDS = (Recipe, MoeRecipe, ExpertSetRecipe)
 _AVERAGE = "AverageRecipe"
+_MARKED = "MarkedRecipe"
 _KEYS: Grammar = {"sweep": AXES_GRAMMAR, "outputs": TEXT}
 """Keys that a recipe of any kind may have beside its own."""
 _VARIABLE = {"description": "A value of a sweep's axis", "type": "string", "pattern": f"^{VARIABLE.pattern}$"}
@@ -43,6 +44,8 @@ def recipe_schema() -> dict[str, Any]:
         defs[name]["properties"] |= {key: or_empty(each) for key, each in _KEYS.items()}
         defs[name]["patternProperties"] = {"^x-": True}
     defs["NoVariable"] = _no_variable()
+    # Its values may be anything that is searched for, of which what makes a candidate knows more.
+    defs[_MARKED] = {"type": "object", "properties": {MARK: {"type": "object"}}}
     return {
         "$schema": DIALECT,
         "title": "raymerge recipe",
@@ -60,7 +63,8 @@ def _kind_of_document() -> Grammar:
     is_map: Grammar = {"required": ["experts"], "properties": {"experts": {"type": "object"}}}
     is_built = any_of({"required": ["experts"]}, {"required": ["gate_mode"]})
     average = _choice({"required": ["checkpoints"]}, _AVERAGE, reference(Recipe.__name__))
-    return _choice(is_map, ExpertSetRecipe.__name__, _choice(is_built, MoeRecipe.__name__, average))
+    plain = _choice(is_map, ExpertSetRecipe.__name__, _choice(is_built, MoeRecipe.__name__, average))
+    return _choice(given(MARK), _MARKED, plain)
 
 
 def _choice(condition: Grammar, name: str, other: Grammar) -> Grammar:

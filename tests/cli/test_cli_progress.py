@@ -22,8 +22,8 @@ from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
 from raymerge.cli.messages import failure_of, guarded, show_problems
-from raymerge.cli.next_steps import after_extraction, after_merge, after_sent
 from raymerge.cli.render.ending import Step, show_next
+from raymerge.cli.render.next_steps import after_extraction, after_merge, after_sent
 from raymerge.cli.render.progress import LiveProgress, PlainProgress, make_progress, summary, view
 from raymerge.cli.render.screen import make_console, make_table, printable, put_json
 from raymerge.cli.render.tally import Tally

@@ -10,11 +10,13 @@ import pytest
 import yaml
 
 from raymerge.documents.positions import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES, MAX_TEXT_BYTES
+from raymerge.recipe_search.settings import read_settings
 from raymerge.recipes.expert_set import AddedExpert, ExpertChange, ExpertSetRecipe
 from raymerge.recipes.load import canonical, parse_recipes
 from raymerge.recipes.moe import Expert, GateMode, MoeRecipe, Trunk
 from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import AdapterOutput, MethodRule, Recipe
+from raymerge.recipes.search import read_marked_mapping
 from raymerge.recipes.settings import ROLE_NAMES, SELECTOR_KEYS
 from raymerge.recipes.sweep import draft_sweep_mapping
 from raymerge.recipes.training_run import RunFiles
@@ -43,6 +45,10 @@ def completed(example: str) -> str:
 
 
 def read(example: str) -> tuple[AnyRecipe, ...]:
+    if example.startswith("search:"):
+        marked = read_marked_mapping(yaml.safe_load(example), exists=lambda _: False)
+        assert read_settings(marked.block, marked.parameters).evaluations
+        return marked.candidate(next(marked.probes())).recipes
     steps = [f"step-{number}" for number in range(100000, 200001, 5000)]
     sweep = (
         draft_sweep_mapping(yaml.safe_load(example), files=RunFiles(lambda _: steps))

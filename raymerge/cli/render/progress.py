@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import IO, TypeAlias
@@ -19,7 +19,8 @@ from raymerge import events
 from raymerge.cli.render.ending import Step, ending, how, summary_rows
 from raymerge.cli.render.reports import duplicate_lines, encoding_lines, encoding_warning
 from raymerge.cli.render.screen import counted, lines_of, make_console, make_table, printable, put_json
-from raymerge.cli.render.tally import Tally, WorkerTally
+from raymerge.cli.render.search import search_view
+from raymerge.cli.render.tally import SearchTally, Tally, WorkerTally
 from raymerge.errors import shortlist
 from raymerge.events import Event, OnEvent
 from raymerge.units import format_duration, format_size
@@ -167,6 +168,8 @@ class LiveProgress(Progress):
         self._live.refresh()
 
     def _view(self) -> RenderableType:
+        if self._tally.search is not None:
+            return search_view(self._tally.search)
         now = waiting(self._tally)
         if now:
             self._waiting.text = Text(printable(now) + self._so_long(now))
@@ -263,6 +266,14 @@ def _lines(event: Event, tally: Tally) -> Iterator[str]:
                 yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
         case events.CheckpointsPassedOver():
             yield from (f"passed over: {place}: {why}" for place, why in event.unfinished.items())
+        case events.SearchStarted():
+            going = f", {event.done} are done already" if event.done else ""
+            yield f"searching: at most {counted(event.evaluations, 'evaluation')} by {event.strategy}{going}"
+        case events.TrialEvaluated() if tally.search is not None and not event.is_recorded:
+            yield from _trial_lines(event, tally.search)
+        case events.SearchEnded():
+            best = f"trial {event.number} with {event.score:.6g}: {_values(event.values)}"
+            yield f"the best of {counted(event.trials, 'trial')} is {best}; it is merged now"
         case events.OutputKept():
             yield f"{event.name}: made already, and left as it is"
         case events.StageReport() if isinstance(tally.stage, events.StageStarted):
@@ -293,11 +304,24 @@ def _lines(event: Event, tally: Tally) -> Iterator[str]:
             yield from _published(event, tally)
 
 
+def _trial_lines(event: events.TrialEvaluated, tally: SearchTally) -> Iterator[str]:
+    if event.score is not None and event.share == 1.0:
+        note = ", the best so far" if tally.is_best(event) else ""
+        seconds = format_duration(event.seconds)
+        yield f"trial {event.number}: {event.score:.6g}{note} ({_values(event.values)}), in {seconds}"
+
+
+def _values(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
+
+
 def _warnings(event: Event, part: str) -> Iterator[tuple[str, str]]:
     """Warnings, each with the key by which it is shown once; "" for one that is always shown."""
     match event:
         case events.EncodingErrorsFound() if event.above is not None:
             yield "", encoding_warning(event.above)
+        case events.TrialEvaluated() if event.error and not event.is_recorded:
+            yield "", f"warning: trial {event.number} failed: {event.error[:_MOST_REASON]}"
         case events.OutputFailed():
             why = event.message.partition("\n")[0][:_MOST_REASON]
             yield "", f"warning: {event.name} is given up, and others go on: {why}"

@@ -57,6 +57,23 @@ class WorkerTally:
         return self.nbytes + self.begun_bytes
 
 
+@dataclass(slots=True)
+class SearchTally:
+    started: events.SearchStarted
+    trials: dict[int, events.TrialEvaluated] = field(default_factory=dict)
+    """By number, as last told."""
+
+    def take(self, event: events.TrialEvaluated) -> None:
+        self.trials[event.number] = event
+
+    def best_first(self) -> list[events.TrialEvaluated]:
+        whole = [each for each in tuple(self.trials.values()) if each.score is not None and each.share == 1.0]
+        return sorted(whole, key=lambda each: (-(each.score or 0.0), each.number))
+
+    def is_best(self, event: events.TrialEvaluated) -> bool:
+        return self.best_first()[:1] == [event]
+
+
 class Tally:
     """Bytes of an earlier run count as done, but not for the speed.
 
@@ -68,6 +85,8 @@ class Tally:
         self.stage: events.StageStarted | events.StageKept | None = None
         self.outputs: events.OutputsStarted | None = None
         """Those of a sweep that are made now; None where there is no sweep."""
+        self.search: SearchTally | None = None
+        """While candidates are evaluated."""
         self.num_warnings = 0
         self._begin()
 
@@ -85,6 +104,12 @@ class Tally:
 
     def take(self, event: Event) -> None:
         match event:
+            case events.SearchStarted():
+                self.search = SearchTally(event)
+            case events.TrialEvaluated() if self.search is not None:
+                self.search.take(event)
+            case events.SearchEnded():
+                self.search = None
             case events.OutputsStarted():
                 self._begin()
                 self.outputs, self.step, self.stage = event, None, None

@@ -1,0 +1,152 @@
+"""An evaluator that is a command: it gets the candidate as a directory, and prints numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    attempt_key,
+    read_positive,
+    read_text,
+    refusal,
+    unexpected,
+    unknown_key,
+)
+from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, EvaluationError, EvaluatorKind
+
+_MODEL = "{model}"
+_KEYS = ("run", "timeout", "environment")
+_FORM = f"Write it as command: python evaluate.py {_MODEL}."
+_SCORE = "score"
+"""The metric of a command that prints a number alone."""
+_SHOWN_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSettings:
+    run: str
+    timeout: float | None = None
+    """Seconds."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Beside that of raymerge."""
+
+
+def read_command(value: object) -> CommandSettings:
+    if isinstance(value, str):
+        return CommandSettings(_read_run(value))
+    if not isinstance(value, Mapping):
+        raise unexpected(value, "a text or a map", _FORM)
+    faults = [unknown_key(key, _KEYS) for key in value if key not in _KEYS]
+    run = attempt_key(_read_run, value, "run", faults)
+    if value.get("run") is None:
+        faults.append(Fault((), "the key 'run' is missing or empty.", _FORM))
+    timeout = attempt_key(read_positive, value, "timeout", faults)
+    environment = attempt_key(_read_environment, value, "environment", faults)
+    if faults or run is None:
+        raise FaultError(faults)
+    return CommandSettings(run, timeout, environment or {})
+
+
+def _read_run(value: object) -> str:
+    text = read_text(value)
+    if _MODEL not in text:
+        raise refusal(f"the command does not use {_MODEL}, the directory of the candidate.", _FORM)
+    return text
+
+
+def _read_environment(value: object) -> Mapping[str, str]:
+    if not isinstance(value, Mapping):
+        raise unexpected(value, "a map", "Write it as environment: {NAME: value}.")
+    faults: list[Fault] = []
+    read = {key: attempt_key(read_text, value, key, faults) or "" for key in value}
+    if faults:
+        raise FaultError(faults)
+    return read
+
+
+class CommandEvaluator:
+    def __init__(self, settings: CommandSettings, merges: CandidateMerges, scratch: Path) -> None:
+        self._settings, self._merges, self._scratch = settings, merges, scratch
+
+    def evaluate(self, text: str, share: float) -> Mapping[str, float]:
+        assert share == 1.0
+        directory = self._scratch / "candidate"
+        try:
+            self._merges.write(text, directory)
+            return self._run(directory)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self) -> None: ...
+
+    def _run(self, directory: Path) -> Mapping[str, float]:
+        run = self._settings.run.replace(_MODEL, shlex.quote(str(directory)))
+        environment = {**os.environ, **self._settings.environment}
+        # In a session of its own: Ctrl-C is for us, and what the command started ends with it.
+        with subprocess.Popen(
+            run,
+            shell=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=self._settings.timeout)
+            except subprocess.TimeoutExpired as error:
+                seconds = f"{self._settings.timeout:g} s"
+                raise EvaluationError(f"the command took longer than {seconds}") from error
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            raise EvaluationError(f"the command ended with {process.returncode}{_last_lines(errors)}")
+        return metrics_in(output.decode("utf-8", "replace"))
+
+
+def _last_lines(output: bytes) -> str:
+    lines = output.decode("utf-8", "replace").strip().splitlines()[-_SHOWN_LINES:]
+    return "".join(f"\n{line[:300]}" for line in lines)
+
+
+def metrics_in(output: str) -> dict[str, float]:
+    """The last line as numbers by name; raises EvaluationError."""
+    last = (output.strip().splitlines() or [""])[-1]
+    try:
+        value: Any = json.loads(last)
+    except ValueError:
+        value = None
+    given = value if isinstance(value, dict) else {_SCORE: value}
+    metrics = {str(name): float(each) for name, each in given.items() if _is_number(each)}
+    if not metrics:
+        what = f"the last line that the command printed is {last[:100]!r}"
+        raise EvaluationError(f"{what}, and neither a number nor a JSON object of numbers")
+    return metrics
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+COMMAND = EvaluatorKind(
+    key="command",
+    read=read_command,
+    metrics={_SCORE: 1.0},
+    has_parts=False,
+    fingerprint=lambda settings: settings.run,
+    open=CommandEvaluator,
+)

@@ -1,0 +1,147 @@
+"""An evaluator that is the loss on held-out texts: nats per token, and nothing is written.
+
+A candidate is read layer by layer as it is made. What the one before it made alike is not made again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import xxhash
+
+from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    attempt_key,
+    between,
+    read_list,
+    read_text,
+    unexpected,
+    unknown_key,
+)
+from raymerge.errors import PlanError, Problem
+from raymerge.execute.op_cache import OpCache
+from raymerge.planner.inputs.sources import Source
+from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, EvaluatorKind
+from raymerge.recipes.load import parse_recipes
+from raymerge.runtime.driver.merge_store import open_merge
+from raymerge.runtime.workers.sizing import free_memory
+from raymerge.stages.loss import Evaluator as LossEvaluator
+from raymerge.stages.texts import Text, TextReader
+
+_MEAN = "mean"
+"""The metric that is the mean over the files."""
+_KEYS = ("files", "length", "tokens")
+_FORM = "Write it as texts: [held-out.txt, chats.jsonl]."
+
+
+@dataclass(frozen=True, slots=True)
+class TextsSettings:
+    files: Mapping[str, str]
+    """By the name of the metric."""
+    length: int | None = None
+    """Tokens of a window."""
+    tokens: int | None = None
+    """Most judged tokens of each file."""
+
+
+def read_texts(value: object) -> TextsSettings:
+    is_map = isinstance(value, Mapping) and "files" in value
+    block = value if isinstance(value, Mapping) and is_map else {"files": value}
+    faults = [unknown_key(key, _KEYS) for key in block if key not in _KEYS]
+    files = attempt_key(_read_files, block, "files", faults)
+    if not is_map:
+        faults = [replace(each, path=each.path[1:]) for each in faults]
+    length = attempt_key(between(2), block, "length", faults)
+    tokens = attempt_key(between(1), block, "tokens", faults)
+    if faults or files is None:
+        raise FaultError(faults)
+    return TextsSettings(files, length, tokens)
+
+
+def _read_files(value: object) -> Mapping[str, str]:
+    if isinstance(value, Mapping):
+        faults: list[Fault] = []
+        named = {str(key): attempt_key(read_text, value, key, faults) or "" for key in value}
+        if faults:
+            raise FaultError(faults)
+    elif isinstance(value, list | tuple):
+        paths = read_list(read_text, value, _FORM)
+        named = {Path(path).stem: path for path in paths}
+        if len(named) < len(paths):
+            raise unexpected(value, "files of different names", "Write {name: file}.")
+    else:
+        raise unexpected(value, "a list of files", _FORM)
+    if _MEAN in named or not named:
+        raise unexpected(value, f"files of other names than '{_MEAN}'", "Write {name: file}.")
+    return named
+
+
+class TextsEvaluator:
+    def __init__(self, settings: TextsSettings, merges: CandidateMerges, scratch: Path) -> None:
+        self._settings, self._merges, self._scratch = settings, merges, scratch
+        # What makes a candidate, what is kept of it for the next, and what runs it have a third each.
+        self._budget = (merges.options.memory or free_memory() // 2) // 3
+        self._cache = OpCache(self._budget)
+        self._texts: dict[str, tuple[Text, ...]] = {}
+        if merges.options.threads is not None:
+            torch.set_num_threads(merges.options.threads)
+
+    def evaluate(self, text: str, share: float) -> Mapping[str, float]:
+        options = replace(self._merges.options, inline=True, workers=None, address=None, memory=self._budget)
+        merges = self._merges.plan(parse_recipes(text), self._scratch / "candidate")
+        with open_merge(merges, options, cache=self._cache) as source:
+            texts = [_first(each, share) for each in self._read(source)]
+            losses = LossEvaluator(texts, budget=self._budget, spill=self._scratch).losses(source)
+        by_name = dict(zip(self._settings.files, (each.loss for each in losses), strict=True))
+        return {_MEAN: fmean(by_name.values()), **by_name}
+
+    def close(self) -> None: ...
+
+    def _read(self, source: Source) -> tuple[Text, ...]:
+        """The texts as tokens, once for each tokenizer."""
+        tokenizer = _tokenizer_digest(source.checkpoint.root)
+        if tokenizer not in self._texts:
+            settings = self._settings
+            reader = TextReader(source, length=settings.length, num_tokens=settings.tokens)
+            self._texts[tokenizer] = reader.read([*settings.files.values()])
+        return self._texts[tokenizer]
+
+
+def _tokenizer_digest(root: str) -> str:
+    digest = xxhash.xxh3_128()
+    for path in sorted(Path(root).iterdir()):
+        if path.is_file() and path.suffix != ".safetensors":
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _first(text: Text, share: float) -> Text:
+    return text if share == 1.0 else text.first(max(1, ceil(share * len(text.windows))))
+
+
+def _fingerprint(settings: TextsSettings) -> object:
+    """Raises PlanError: a file cannot be read."""
+    digests: dict[str, str] = {}
+    for path in settings.files.values():
+        try:
+            digests[path] = xxhash.xxh3_128_hexdigest(Path(os.path.expanduser(path)).read_bytes())
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}."
+            raise PlanError(Problem(path, what, "Name a file of text.")) from error
+    return digests
+
+
+TEXTS = EvaluatorKind(
+    key="texts",
+    read=read_texts,
+    metrics={_MEAN: -1.0},
+    has_parts=True,
+    fingerprint=_fingerprint,
+    open=TextsEvaluator,
+)
