@@ -88,6 +88,7 @@ class OpMaker:
         self._makers, self._firsts = makers(plan), ints(plan["segments"], "first_op")
         # Libraries of linear algebra go by the number of threads of who calls them, and round by it.
         one_thread = partial(torch.set_num_threads, 1)
+        self._torch_threads = torch.get_num_threads()
         self._lanes = ThreadPoolExecutor(projection.lanes, "raymerge", initializer=one_thread)
 
     def __enter__(self) -> OpMaker:
@@ -97,6 +98,8 @@ class OpMaker:
         """What is under way fails at its next load, and is waited for."""
         self._runner.abort()
         self._lanes.shutdown(cancel_futures=True)
+        # Some of these libraries have one number for the whole process.
+        torch.set_num_threads(self._torch_threads)
 
     def maker(self, op: int) -> int:
         """The op that is carried out to make the bytes of another, or itself."""

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kits.chains import documents
-from kits.checkpoint_maker import read_tensors
+from kits.checkpoint_maker import read_config, read_tensors
 from kits.merge_cases import INLINE, Family, recipes
 from kits.merges import make_models
 from kits.quantised_merges import MAKERS, entries
+from kits.tensor_scaled_models import nvfp4_llama
 
 import raymerge
 from raymerge.api import plan_for
@@ -61,9 +63,12 @@ def test_its_files_are_those_of_submit(medium: Family, tmp_path: Path, method: s
     _check({**recipes(medium)[method], "shard_size": "1MB"}, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3 F8_E8M0", "gpt-oss"])
+QUANTISED = {"NVFP4": nvfp4_llama, **{name: MAKERS[name] for name in ("DeepSeek-V3 F8_E8M0", "gpt-oss")}}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
 def test_codes_are_read_with_their_scales(tmp_path: Path, name: str) -> None:
-    parents = [MAKERS[name](tmp_path / each, seed) for seed, each in enumerate(("one", "two"))]
+    parents = [QUANTISED[name](tmp_path / each, seed) for seed, each in enumerate(("one", "two"))]
     _check({"merge_method": "linear", "models": entries(parents, (0.6, 0.4))}, tmp_path / "out")
 
 
@@ -76,6 +81,17 @@ def test_results_between_are_read_in_their_turn(tmp_path: Path) -> None:
     assert {name: each.tolist() for name, each in streamed.items()} == {
         name: each.tolist() for name, each in published.items()
     }
+
+
+def test_parents_in_memory_are_made_anew_whenever_they_are_read(small: Family) -> None:
+    live = raymerge.InMemoryModel(read_tensors(small.base), read_config(small.base))
+    recipe = {"merge_method": "linear", "models": [{"model": "live", "parameters": {"weight": 1}}]}
+    with open_merge(plan_for(recipe, "merged", models={"live": live}), SMALL) as source:
+        for _ in range(2):
+            with Weights(source) as weights:
+                norm = weights.load("model.norm.weight")
+            assert torch.equal(norm, live.tensors["model.norm.weight"].float())
+            live.tensors["model.norm.weight"].mul_(2)
 
 
 def test_its_weights_are_read_one_by_one(small: Family, tmp_path: Path) -> None:

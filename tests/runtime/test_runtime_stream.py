@@ -138,6 +138,15 @@ def test_what_no_stream_can_do_is_refused_before_it_begins(small: Family) -> Non
             raymerge.stream(recipe, options)
 
 
+def test_a_recipe_whose_stage_needs_files_is_refused_by_its_name(small: Family) -> None:
+    experts = [{"source_model": str(each), "positive_prompts": ["a"]} for each in small.tunes[:2]]
+    recipe = {"base_model": str(small.base), "gate_mode": "random", "experts": experts}
+    with pytest.raises(
+        OptionError, match=r"other results are computed, which need files: .*rout.* Submit it"
+    ):
+        raymerge.stream(recipe)
+
+
 @pytest.mark.ray
 def test_a_stream_runs_inside_an_actor(small: Family, ray_cluster: Any, tmp_path: Path) -> None:
     recipe = recipes(small)["ties"]
