@@ -5,7 +5,7 @@ A candidate is read layer by layer as it is made. What the one before it made al
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -14,6 +14,7 @@ from statistics import fmean
 import torch
 import xxhash
 
+from raymerge.device_numerics import Fallback, choose_device
 from raymerge.documents.fields import (
     Fault,
     FaultError,
@@ -32,6 +33,7 @@ from raymerge.recipes.load import parse_recipes
 from raymerge.runtime.driver.merge_store import open_merge
 from raymerge.runtime.workers.sizing import free_memory
 from raymerge.stages.loss import Evaluator as LossEvaluator
+from raymerge.stages.loss import TextLoss
 from raymerge.stages.texts import Text, TextReader
 
 _MEAN = "mean"
@@ -89,19 +91,26 @@ class TextsEvaluator:
         self._budget = (merges.options.memory or free_memory() // 2) // 3
         self._cache = OpCache(self._budget)
         self._texts: dict[str, tuple[Text, ...]] = {}
-        if merges.options.threads is not None:
-            torch.set_num_threads(merges.options.threads)
+        self._device = Fallback(choose_device(merges.options.device))
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(merges.options.threads or self._threads_before)
 
     def evaluate(self, text: str, share: float) -> Mapping[str, float]:
         options = replace(self._merges.options, inline=True, workers=None, address=None, memory=self._budget)
         merges = self._merges.plan(parse_recipes(text), self._scratch / "candidate")
         with open_merge(merges, options, cache=self._cache) as source:
             texts = [_first(each, share) for each in self._read(source)]
-            losses = LossEvaluator(texts, budget=self._budget, spill=self._scratch).losses(source)
+
+            def measure(device: torch.device, _: str) -> Sequence[TextLoss]:
+                own = LossEvaluator(texts, budget=self._budget, spill=self._scratch, device=device)
+                return own.losses(source)
+
+            losses = self._device.run(measure)
         by_name = dict(zip(self._settings.files, (each.loss for each in losses), strict=True))
         return {_MEAN: fmean(by_name.values()), **by_name}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        torch.set_num_threads(self._threads_before)
 
     def _read(self, source: Source) -> tuple[Text, ...]:
         """The texts as tokens, once for each tokenizer."""
