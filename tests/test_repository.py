@@ -132,6 +132,14 @@ def test_a_sweep_of_ours_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(merge.plan.problems for each in planned for merge in each.merges)
 
 
+def test_a_search_of_ours_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    planned = raymerge.plan_search("configs/recipes/searches/weights.yml")
+    assert [each.name for each in planned.search.marked.parameters] == [
+        f"models[{n}].weight" for n in range(3)
+    ]
+
+
 def test_folders_stay_small() -> None:
     """At most 25 files, but for the table of methods, which has one file an entry."""
     counts = Counter(path.parent for path in MODULES)

@@ -163,6 +163,20 @@ def test_the_loss_of_texts_is_that_of_the_written_model(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.slow
+def test_a_search_of_the_quickstart_is_as_good_as_a_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(QUICKSTART.parents[1])
+    example = "configs/recipes/searches/weights.yml"
+    result = raymerge.search(example, tmp_path / "out", INLINE, evaluations=10)
+    assert result.best.metrics["mean"] < GRID + 0.001
+
+
+GRID = 3.01581
+"""The lowest mean loss on the 9 x 9 x 9 grid of the weights, by tests/benchmarks/search.py."""
+
+
 @pytest.mark.parametrize(
     ("printed", "metrics"),
     [("talk\n0.5\n", {"score": 0.5}), ('{"a": 1, "b": "x", "c": true, "d": NaN}', {"a": 1.0})],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,17 @@ def test_trials_of_another_search_are_left_alone(tmp_path: Path) -> None:
     assert len(job(other, tmp_path, evaluations=4, replace_others=True).carry_out()) == 4
     with TrialStore(tmp_path, {}), pytest.raises(HeldError, match="another process goes on with this search"):
         TrialStore(tmp_path, {})
+
+
+@pytest.mark.usefixtures("kind")
+def test_trials_that_would_be_others_now_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    recipe = marked_recipe(_block("random"))
+    job(recipe, tmp_path, evaluations=4).carry_out()
+    with closing(sqlite3.connect(tmp_path / "trials.sqlite")) as database, database:
+        database.execute("UPDATE trials SET parameters = '{\"models[0].weight\": 0.5}' WHERE number = 2")
+    with pytest.raises(TargetError) as refused:
+        job(recipe, tmp_path).carry_out()
+    assert 'trial 2 tried {"models[0].weight": 0.5}, and now it would try' in str(refused.value)
 
 
 @pytest.mark.parametrize(
