@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from raymerge.documents.positions import yaml_text
 from raymerge.recipe_search.job import Search
@@ -45,9 +45,16 @@ def _lines(search: Search, trials: Sequence[Trial]) -> Iterator[str]:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
     yield ""
     yield "searched by"
-    yield from yaml_text({MARK: search.marked.block}).splitlines()
+    yield from yaml_text({MARK: _public(search.marked.block)}).splitlines()
     yield "among"
     yield from (f"{each.name}: {each.space.shown}" for each in search.marked.parameters)
+
+
+def _public(block: object) -> object:
+    """The ``search`` block without what the recipe's author gives to processes alone."""
+    if not isinstance(block, Mapping):
+        return block
+    return {key: _public(each) for key, each in block.items() if key != "environment"}
 
 
 def counts(trials: Sequence[Trial]) -> str:

@@ -26,13 +26,13 @@ from raymerge.recipe_search.trials import best_first
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 INLINE = raymerge.RunOptions(inline=True, threads=1)
 SCRIPT = """
-import json, re, sys
+import json, os, re, sys
 card = open(sys.argv[1] + "/README.md").read()
 weight = float(re.search(r"weight: ([0-9.e-]+)", card)[1])
 if weight > 0.8:
     print("it is too heavy", file=sys.stderr)
     sys.exit(7)
-print("some talk")
+print("some talk", os.environ["FOR_THE_COMMAND"])
 print(json.dumps({"loss": (weight - 0.3) ** 2, "size": 1}))
 """
 
@@ -46,7 +46,11 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     return {
         "search": {
             "strategy": "grid",
-            "command": {"run": f"{sys.executable} {tmp_path}/evaluate.py {{model}}", "timeout": 60},
+            "command": {
+                "run": f"{sys.executable} {tmp_path}/evaluate.py {{model}}",
+                "timeout": 60,
+                "environment": {"FOR_THE_COMMAND": "alone"},
+            },
             "metrics": {"loss": -1},
         },
         "merge_method": "linear",
@@ -73,6 +77,7 @@ def test_the_best_candidate_is_published_with_the_trials_in_its_card(
     assert raymerge.verify(tmp_path / "out").problems == ()
     card = (tmp_path / "out" / "README.md").read_text()
     assert "# The best of 5 trials (1 failed):" in card
+    assert "FOR_THE_COMMAND" not in card
     rows = [line.split()[1:] for line in card.splitlines() if line.startswith("#     ")]
     assert rows[:4] == [[number, score, score.strip("-"), weight] for number, score, weight in ROWS]
     # What it was made of makes the same without a search.
