@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from raymerge.errors import Problem, SearchError
+from raymerge.errors import OptionError, Problem, SearchError
 from raymerge.events import OnEvent, SearchStarted, TrialEvaluated
 from raymerge.options import RunOptions
 from raymerge.recipe_search.evaluation import (
@@ -48,6 +48,14 @@ class SearchOptions:
     """Of each."""
     seconds: float | None = None
     """After which no evaluation is begun."""
+
+    def __post_init__(self) -> None:
+        if self.evaluators < 1:
+            what = f"{self.evaluators} evaluators evaluate nothing."
+            raise OptionError(Problem("--evaluators", what, "Give 1 or more."))
+        if self.evaluator_gpus < 0:
+            what = f"{self.evaluator_gpus:g} GPUs cannot be had."
+            raise OptionError(Problem("--evaluator-gpus", what, "Give 0 or more."))
 
 
 @dataclass(frozen=True, slots=True)
