@@ -338,14 +338,18 @@ def test_state_of_the_training_is_copied_or_left_out(choice: str, tmp_path: Path
     assert replay(tmp_path / "out").problems == ()
 
 
-def test_shards_for_the_hub_are_written_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("choice", ["keep", "drop"])
+def test_shards_for_the_hub_are_written_too(choice: str, tmp_path: Path) -> None:
     roots = [save_shards(tmp_path / f"m{seed}", tensors_of(seed), BOXES, ranks=12) for seed in (1, 2)]
+    state = roots[1] / "optimizer.pt"
+    state.write_bytes(b"state")
     merged = merge_here(mean_of(*roots), tmp_path / "merged")
-    merge(mean_of(*roots, layout=str(roots[1])), tmp_path / "out")
+    merge(mean_of(*roots, layout=str(roots[1]), training_state=choice), tmp_path / "out")
     found = opened_tensors(tmp_path / "out")
     assert found.keys() == merged.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
-    assert contents(tmp_path / "out").keys() - {"README.md"} == contents(roots[1]).keys()
+    left_out = {state.name} if choice == "drop" else set()
+    assert contents(tmp_path / "out").keys() - {"README.md"} == contents(roots[1]).keys() - left_out
 
 
 @pytest.mark.parametrize("choice", ["keep", "drop"])

@@ -103,7 +103,7 @@ def _without_state(checkpoint: Checkpoint) -> tuple[dict[str, int], dict[str, by
         layout = read_layout(store, store.files())
         target = TargetLayout(layout, drops_state=True)
         if not target.sizes:
-            return every, {}
+            return {each.key: each.nbytes for each in checkpoint.files}, {}
         if (key := _shared_blob(layout)) is not None:
             what = "is one safetensors blob, in which the model and the state of the training lie together."
             raise CheckpointError(Problem(store.location(key), what, _KEEP))
