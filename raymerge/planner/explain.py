@@ -17,7 +17,7 @@ from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.memory import Projection, op_kinds
-from raymerge.merge_plan.plan import Plan, ints, joined_sums, op_bytes, weight_files
+from raymerge.merge_plan.plan import Plan, ints, joined_sums, op_bytes, planned_layout, weight_files
 from raymerge.merge_plan.report import Duplicates, planned_duplicates
 from raymerge.methods import find_method
 from raymerge.planner.inputs.sources import Source, holdings
@@ -163,7 +163,7 @@ def explain(
         stages=tuple(stages),
         output=_output_line(plan),
         dispositions=_disposition_lines(plan, holders),
-        left_out=tuple(_left_out_lines(sources, donor)),
+        left_out=tuple(_left_out_lines(plan, sources)),
         read_bytes=_read_bytes(plan),
         again=tuple(_read_again(plan, memory)),
         written_bytes=sum(weight_files(plan).values()),
@@ -294,13 +294,16 @@ def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[Disposit
     )
 
 
-def _left_out_lines(sources: Sequence[Source], donor: int) -> Iterator[LeftOutLine]:
-    """Every left-out file of the donor, and left-out weights of others, whose companions are not copied."""
+def _left_out_lines(plan: Plan, sources: Sequence[Source]) -> Iterator[LeftOutLine]:
+    """Every left-out file of the donor, and left-out weights of others, whose companions are not copied; but
+    those that are copied with a layout."""
     holders: list[Checkpoint | Adapter] = [source.checkpoint for source in sources]
     holders += [source.adapter for source in sources if source.adapter is not None]
+    donor, layout = plan.manifest["donor"], planned_layout(plan)
     for index, holder in enumerate(holders):
+        copied = layout.files if layout is not None and layout.source == index else {}
         left_out = [each for each in holder.left_out if each.is_weights or index == donor]
-        yield from left_out_lines(left_out, index)
+        yield from left_out_lines((each for each in left_out if each.key not in copied), index)
 
 
 def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLine]:

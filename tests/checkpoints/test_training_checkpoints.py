@@ -34,12 +34,14 @@ from kits.training_checkpoint import (
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from raymerge.api import AuditOptions, audit, conversion, plan, replay, submit, submit_sweep, verify
+from raymerge.api import AuditOptions, audit, conversion, plan, plan_for, replay, submit, submit_sweep, verify
 from raymerge.checkpoints.dcp.store import ChunkedStore
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, PlanError, RecipeError, TargetError
 from raymerge.events import Event, Started
 from raymerge.merge_plan.elements import torch_dtype
+from raymerge.merge_plan.memory import project
+from raymerge.planner.explain import explain
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 
@@ -344,12 +346,16 @@ def test_shards_for_the_hub_are_written_too(choice: str, tmp_path: Path) -> None
     state = roots[1] / "optimizer.pt"
     state.write_bytes(b"state")
     merged = merge_here(mean_of(*roots), tmp_path / "merged")
-    merge(mean_of(*roots, layout=str(roots[1]), training_state=choice), tmp_path / "out")
+    recipe = mean_of(*roots, layout=str(roots[1]), training_state=choice)
+    merge(recipe, tmp_path / "out")
     found = opened_tensors(tmp_path / "out")
     assert found.keys() == merged.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
     left_out = {state.name} if choice == "drop" else set()
     assert contents(tmp_path / "out").keys() - {"README.md"} == contents(roots[1]).keys() - left_out
+    (planned,) = plan_for(recipe, tmp_path / "next")
+    account = explain(planned.plan, planned.sources, project(planned.plan, 1 << 30))
+    assert {name for line in account.left_out for name in line.examples} == left_out
 
 
 @pytest.mark.parametrize("choice", ["keep", "drop"])
