@@ -106,8 +106,8 @@ class TextsEvaluator:
                 return own.losses(source)
 
             losses = self._device.run(measure)
-        by_name = dict(zip(self._settings.files, (each.loss for each in losses), strict=True))
-        return {_MEAN: fmean(by_name.values()), **by_name}
+        by_name = {name: _rounded(each.loss) for name, each in zip(self._settings.files, losses, strict=True)}
+        return {_MEAN: _rounded(fmean(by_name.values())), **by_name}
 
     def close(self) -> None:
         torch.set_num_threads(self._threads_before)
@@ -128,6 +128,11 @@ def _tokenizer_digest(root: str) -> str:
         if path.is_file() and path.suffix != ".safetensors":
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _rounded(loss: float) -> float:
+    """To what float32 arithmetic tells: digits behind that depend on the number of threads."""
+    return float(f"{loss:.7g}")
 
 
 def _first(text: Text, share: float) -> Text:
