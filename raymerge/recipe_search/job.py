@@ -102,7 +102,6 @@ class SearchJob:
         self._directory, self._options, self._search_options = directory, options, search_options
         self._on_event, self._before_first = on_event, before_first
         self._evaluations: Evaluations | None = None
-        self._best: Trial | None = None
         seconds = search_options.seconds
         self._ends_at = None if seconds is None else time.monotonic() + seconds
 
@@ -132,8 +131,8 @@ class SearchJob:
 
     def _rounds(self, store: TrialStore, strategy: Strategy) -> None:
         first, most = 0, self._settings.evaluations
-        while first < most and (asked := strategy.ask()):
-            cut = asked[: most - first]
+        while first < most and (candidates := strategy.ask()):
+            cut = candidates[: most - first]
             scores = self._round(store, first, cut)
             if first == 0 and all(score is None for score in scores):
                 # What all of them lack lies elsewhere, and is mended there: they are evaluated again then.
@@ -141,37 +140,37 @@ class SearchJob:
                 store.forget(range(len(cut)))
                 raise SearchError(self._none_done(trials))
             strategy.tell(scores)
-            first += len(asked)
+            first += len(candidates)
 
-    def _round(self, store: TrialStore, first: int, asked: Sequence[Values]) -> list[float | None]:
+    def _round(self, store: TrialStore, first: int, candidates: Sequence[Values]) -> list[float | None]:
         """The scores of a round, in its order."""
-        for number, values in enumerate(asked, start=first):
+        for number, values in enumerate(candidates, start=first):
             store.ask(number, values)
-        numbers = range(first, first + len(asked))
+        numbers = range(first, first + len(candidates))
         early = self._settings.stop_early
         if early is None:
-            whole = self._evaluated(store, dict(zip(numbers, asked, strict=True)), 1.0)
+            whole = self._evaluated(store, dict(zip(numbers, candidates, strict=True)), 1.0)
             return [whole[number].score for number in numbers]
-        part = self._evaluated(store, dict(zip(numbers, asked, strict=True)), early.share)
+        part = self._evaluated(store, dict(zip(numbers, candidates, strict=True)), early.share)
         ranked = sorted((n for n in numbers if part[n].score is not None), key=lambda n: (-_of(part[n]), n))
-        better = ranked[: early.num_kept(len(numbers))]
-        whole = self._evaluated(store, {n: asked[n - first] for n in sorted(better)}, 1.0)
+        better = ranked[: early.num_better(len(numbers))]
+        whole = self._evaluated(store, {n: candidates[n - first] for n in sorted(better)}, 1.0)
         return _estimated(numbers, part, whole)
 
     def _evaluated(
-        self, store: TrialStore, asked: Mapping[int, Values], share: float
+        self, store: TrialStore, candidates: Mapping[int, Values], share: float
     ) -> dict[int, Evaluation]:
-        for number in asked:
+        for number in candidates:
             if (recorded := store.evaluation(number, share)) is not None:
-                self._tell(number, asked[number], share, recorded, is_recorded=True)
-        lacking = {n: values for n, values in asked.items() if store.evaluation(n, share) is None}
+                self._tell(number, candidates[number], share, recorded, is_recorded=True)
+        lacking = {n: values for n, values in candidates.items() if store.evaluation(n, share) is None}
         first_of: dict[str, int] = {}
         for number, values in lacking.items():
             first_of.setdefault(json.dumps(values), number)
         fresh = [n for n in first_of.values() if store.twin(n, share) is None]
-        for task, evaluation in self._made([self._task(n, asked[n], share) for n in fresh]):
+        for task, evaluation in self._made([self._task(n, candidates[n], share) for n in fresh]):
             store.record(task.number, share, evaluation)
-            self._tell(task.number, asked[task.number], share, evaluation)
+            self._tell(task.number, candidates[task.number], share, evaluation)
         for number in (n for n in lacking if n not in fresh):
             # The same candidate is not evaluated twice.
             twin = store.twin(number, share)
@@ -179,8 +178,8 @@ class SearchJob:
             assert same is not None
             copied = Evaluation(same.metrics, same.score, same.error, 0.0)
             store.record(number, share, copied)
-            self._tell(number, asked[number], share, copied)
-        return {n: each for n in asked if (each := store.evaluation(n, share)) is not None}
+            self._tell(number, candidates[number], share, copied)
+        return {n: each for n in candidates if (each := store.evaluation(n, share)) is not None}
 
     def _made(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Evaluation]]:
         """Raises _TimeUpError where not all could be begun in time."""

@@ -40,7 +40,7 @@ class EarlyStop:
     keep: float
     """Which part of a round is better."""
 
-    def num_kept(self, candidates: int) -> int:
+    def num_better(self, candidates: int) -> int:
         return max(1, math.ceil(self.keep * candidates - 1e-9))
 
 
@@ -50,7 +50,7 @@ class SearchSettings:
     evaluations: int
     """Of candidates, at most."""
     round: int
-    """Candidates that are asked for at once, and told together."""
+    """Candidates that a strategy is asked for at once."""
     seed: int
     metrics: Mapping[str, float]
     """The score is the sum of each metric times its weight; higher is better."""

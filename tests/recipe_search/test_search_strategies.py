@@ -26,10 +26,10 @@ def _searched(name: str, parameters: Sequence[Parameter], rounds: int, seed: int
     strategy = make_strategy(name, parameters, 4, seed)
     tried: list[Values] = []
     for _ in range(rounds):
-        asked = strategy.ask()
-        tried += asked
+        candidates = strategy.ask()
+        tried += candidates
         # The third of each round fails, which hinders nobody.
-        strategy.tell([None if n == 2 else bowl(_numbers(each)) for n, each in enumerate(asked)])
+        strategy.tell([None if n == 2 else bowl(_numbers(each)) for n, each in enumerate(candidates)])
     return tried
 
 
@@ -56,9 +56,9 @@ def _first(name: str, parameters: Sequence[Parameter], rounds: int) -> list[Valu
     strategy = make_strategy(name, parameters, 4, 0)
     tried: list[Values] = []
     for _ in range(rounds):
-        asked = strategy.ask()
-        tried += asked
-        strategy.tell([0.0] * len(asked))
+        candidates = strategy.ask()
+        tried += candidates
+        strategy.tell([0.0] * len(candidates))
     return tried
 
 
@@ -74,17 +74,17 @@ def test_a_greedy_soup_keeps_what_does_not_make_it_worse() -> None:
     soup = make_strategy("soup", _parameters([0, 1], [0, 1], [0, 1], [0, 1]), 4, 0)
     names = [f"models[{number}].weight" for number in range(4)]
 
-    def asked() -> list[tuple[int, ...]]:
+    def next_round() -> list[tuple[int, ...]]:
         return [tuple(int(each[name]) for name in names) for each in soup.ask()]
 
-    assert asked() == [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
+    assert next_round() == [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
     soup.tell([0.5, 0.7, None, 0.6])
     # By hand: 1 is the best alone, then 3, then 0; 2 could not be evaluated.
-    assert asked() == [(0, 1, 0, 1)]
+    assert next_round() == [(0, 1, 0, 1)]
     soup.tell([0.69])
-    assert asked() == [(1, 1, 0, 0)]
+    assert next_round() == [(1, 1, 0, 0)]
     soup.tell([0.7])
-    assert asked() == []
+    assert next_round() == []
 
 
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

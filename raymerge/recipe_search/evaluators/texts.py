@@ -87,7 +87,7 @@ def _read_files(value: object) -> Mapping[str, str]:
 class TextsEvaluator:
     def __init__(self, settings: TextsSettings, merges: CandidateMerges, scratch: Path) -> None:
         self._settings, self._merges, self._scratch = settings, merges, scratch
-        # What makes a candidate, what is kept of it for the next, and what runs it have a third each.
+        # What makes a candidate, what stays of it for the next, and what runs it have a third each.
         self._budget = (merges.options.memory or free_memory() // 2) // 3
         self._cache = OpCache(self._budget)
         self._texts: dict[str, tuple[Text, ...]] = {}
