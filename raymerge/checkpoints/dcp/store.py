@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
@@ -47,13 +48,6 @@ Members = Iterable[tuple[str, int, tuple[int, int]]]
 """Names of tensors in a run of bytes, where each begins in it, and which of its bytes these are."""
 TensorChunks = tuple[Sequence[str], ChunkMap]
 """The files of a tensor's chunks, by number, and what lies where in them."""
-
-
-def runs_of(members: Members, chunks_of: Callable[[str], TensorChunks]) -> Iterator[Run]:
-    for name, begin, own in members:
-        keys, chunk_map = chunks_of(name)
-        for file, where, to, *form in chunk_map.pieces(*own):
-            yield Run(keys[file], where, begin + to, *form)
 
 
 def fill(files: ReadStore, run: Run, buffer: memoryview) -> None:
@@ -96,14 +90,18 @@ def _blocks(run: Run, buffer: memoryview) -> Iterator[tuple[int, npt.NDArray[np.
         yield run.offset + row * run.width, part
 
 
-class ChunkedStore:
-    """As ``ReadStore``, over the store of the files."""
+class AssemblingStore(ABC):
+    """As ``ReadStore``, over the store of the files, with one file more: its bytes are in chunks of the
+    others."""
 
-    def __init__(self, files: ReadStore) -> None:
+    def __init__(
+        self, files: ReadStore, keys: Collection[str], locate: Callable[[str], TensorChunks]
+    ) -> None:
+        """``keys``: the names of the file; ``locate`` gives where the chunks of a tensor are."""
         self._files = files
-        self._lock = threading.Lock()
-        self._layout: Layout | None = None
-        self._maps: dict[str, TensorChunks] = {}
+        self._keys = keys
+        self._locate = locate
+        self._chunks: dict[str, TensorChunks] = {}
 
     @property
     def is_far(self) -> bool:
@@ -122,17 +120,18 @@ class ChunkedStore:
         return self._files.infos(keys)
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        if key != ASSEMBLED:
+        if key not in self._keys:
             return self._files.read(key, offset, nbytes)
         data = bytearray(nbytes)
         self.read_into(key, offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        if key != ASSEMBLED:
+        if key not in self._keys:
             self._files.read_into(key, offset, buffer)
             return
-        map_reads(self, lambda run: fill(self._files, run, buffer), list(self._runs(offset, buffer.nbytes)))
+        runs = list(self._runs(offset, buffer.nbytes))
+        map_reads(self._files, lambda run: fill(self._files, run, buffer), runs)
 
     def read_extent(
         self,
@@ -141,25 +140,22 @@ class ChunkedStore:
         nbytes: int,
         buffer: memoryview,
         *,
-        again: bool = False,
+        again: bool = False,  # noqa: ARG002 - it is put together anew
         like: int | None = None,
     ) -> int:
-        own, wanted = self._direct(key, offset, nbytes), offset if like is None else like
-        if own is None:
-            begin = wanted % ALIGNMENT
-            self.read_into(key, offset, buffer[begin : begin + nbytes])
-            return begin
-        begin = self._files.read_extent(*own, nbytes, buffer, again=again, like=wanted)
-        # What is copied may lie anywhere; elements must begin at a multiple of their size.
-        return begin if like is not None else _moved(buffer, begin, nbytes, (wanted - begin) % _ELEMENT)
+        begin = (offset if like is None else like) % ALIGNMENT
+        self.read_into(key, offset, buffer[begin : begin + nbytes])
+        return begin
 
     def map_extent(
-        self, key: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps
+        self,
+        key: str,  # noqa: ARG002 - its bytes are never together
+        offset: int,  # noqa: ARG002
+        nbytes: int,  # noqa: ARG002
+        buffer: memoryview,  # noqa: ARG002
+        maps: PageMaps,  # noqa: ARG002
     ) -> int | None:
-        own = self._direct(key, offset, nbytes)
-        if own is None or (own[1] - offset) % _ELEMENT:
-            return None
-        return self._files.map_extent(*own, nbytes, buffer, maps)
+        return None
 
     def check_expected(self) -> None:
         self._files.check_expected()
@@ -173,6 +169,58 @@ class ChunkedStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def chunks_of(self, name: str) -> TensorChunks:
+        known = self._chunks.get(name)
+        if known is None:
+            # Of two threads that come here at once, both find the same.
+            known = self._chunks[name] = self._locate(name)
+        return known
+
+    def _runs(self, offset: int, nbytes: int) -> Iterator[Run]:
+        """What bytes of the file consist of; ``to`` counts from the first one."""
+        for name, begin, own in self._members(offset, offset + nbytes):
+            keys, chunk_map = self.chunks_of(name)
+            for file, where, to, *form in chunk_map.pieces(*own):
+                yield Run(keys[file], where, begin + to, *form)
+
+    @abstractmethod
+    def _members(self, begin: int, end: int) -> Members:
+        """What of which tensors is in a run of bytes of the file."""
+
+
+class ChunkedStore(AssemblingStore):
+    """With the tensors of a training checkpoint that are in chunks."""
+
+    def __init__(self, files: ReadStore) -> None:
+        super().__init__(files, (ASSEMBLED,), self._located)
+        self._lock = threading.Lock()
+        self._layout: Layout | None = None
+
+    def read_extent(
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,
+        like: int | None = None,
+    ) -> int:
+        own, wanted = self._direct(key, offset, nbytes), offset if like is None else like
+        if own is None:
+            return super().read_extent(key, offset, nbytes, buffer, like=like)
+        begin = self._files.read_extent(*own, nbytes, buffer, again=again, like=wanted)
+        # What is copied may lie anywhere; elements must begin at a multiple of their size.
+        return begin if like is not None else _moved(buffer, begin, nbytes, (wanted - begin) % _ELEMENT)
+
+    def map_extent(
+        self, key: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps
+    ) -> int | None:
+        own = self._direct(key, offset, nbytes)
+        if own is None or (own[1] - offset) % _ELEMENT:
+            return None
+        return self._files.map_extent(*own, nbytes, buffer, maps)
+
     def _direct(self, key: str, offset: int, nbytes: int) -> tuple[str, int] | None:
         """The file and offset of a run of bytes; None where it is not one run of a file."""
         if key != ASSEMBLED:
@@ -180,10 +228,6 @@ class ChunkedStore:
         runs = list(self._runs(offset, nbytes))
         is_one = len(runs) == 1 and runs[0].rows == 1 and runs[0].width == nbytes
         return (runs[0].key, runs[0].offset) if is_one else None
-
-    def _runs(self, offset: int, nbytes: int) -> Iterator[Run]:
-        """What bytes of the assembled file consist of; ``to`` counts from the first one."""
-        return runs_of(self.layout().members(offset, offset + nbytes), self.chunks_of)
 
     def prepare(self) -> None:
         """Read the layout now, so that its memory is not that of who reads first; errors are left to that."""
@@ -196,16 +240,14 @@ class ChunkedStore:
                 self._layout = read_layout(self._files, self._files.files())
             return self._layout
 
-    def chunks_of(self, name: str) -> TensorChunks:
+    def _members(self, begin: int, end: int) -> Members:
+        return self.layout().members(begin, end)
+
+    def _located(self, name: str) -> TensorChunks:
         layout = self.layout()
-        known = self._maps.get(name)
-        if known is None:
-            tensor = layout.model.tensors[name]
-            places = map_reads(self, lambda chunk: layout.reader.place(tensor, chunk).offset, tensor.chunks)
-            keys = tuple(chunk.key for chunk in tensor.chunks)
-            # Of two threads that come here at once, both find the same.
-            known = self._maps[name] = keys, ChunkMap(tensor, range(len(keys)), places)
-        return known
+        tensor = layout.model.tensors[name]
+        places = map_reads(self, lambda chunk: layout.reader.place(tensor, chunk).offset, tensor.chunks)
+        return tuple(chunk.key for chunk in tensor.chunks), ChunkMap(tensor, range(len(places)), places)
 
 
 def _moved(buffer: memoryview, begin: int, nbytes: int, step: int) -> int:

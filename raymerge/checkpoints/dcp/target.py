@@ -7,17 +7,15 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from raymerge.checkpoints.dcp.blobs import Checked, Place
 from raymerge.checkpoints.dcp.chunk_map import ChunkMap
 from raymerge.checkpoints.dcp.layout import Layout
 from raymerge.checkpoints.dcp.metadata import METADATA_FILE, SavedChunk, SavedTensor, metadata_of_some
-from raymerge.checkpoints.dcp.store import Members, Run, TensorChunks, empty, fill, runs_of
+from raymerge.checkpoints.dcp.store import AssemblingStore, Members, Run, TensorChunks, empty
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.local.mapping import PageMaps
-from raymerge.storage.store import FileInfo, Range, ReadStore, WriteStore, map_reads
+from raymerge.storage.store import Range, ReadStore, WriteStore, map_reads
 
 _Blob = tuple[str, int]
 _BLOCK_NBYTES = 8 << 20
@@ -114,9 +112,8 @@ def _packed(source: Layout) -> Iterator[tuple[_Blob, tuple[int, int]]]:
         yield (key, offset), (begin, sizes[key, offset])
 
 
-class TensorFile:
-    """As ``ReadStore``, over that of the files, with one file more: of tensors, whose bytes are in chunks of
-    the others."""
+class TensorFile(AssemblingStore):
+    """With the file of tensors that a plan has where its output is in chunks."""
 
     def __init__(
         self,
@@ -126,79 +123,17 @@ class TensorFile:
         tensors: Sequence[StoredTensor],
         chunks_of: Callable[[str], TensorChunks],
     ) -> None:
-        """``keys``: the names of the file; ``header``: what it begins with."""
-        self._files = files
-        self._keys = keys
+        """``header``: what the file begins with."""
+        super().__init__(files, keys, chunks_of)
         self._header = header
         self._tensors = sorted((each for each in tensors if each.nbytes), key=lambda each: each.offset)
         self._begins = [each.offset for each in self._tensors]
-        self._chunks_of = chunks_of
-        self._known: dict[str, TensorChunks] = {}
-
-    @property
-    def is_far(self) -> bool:
-        return self._files.is_far
-
-    def location(self, key: str) -> str:
-        return self._files.location(key)
-
-    def files(self) -> tuple[FileInfo, ...]:
-        return self._files.files()
-
-    def info(self, key: str) -> FileInfo | None:
-        return self._files.info(key)
-
-    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
-        return self._files.infos(keys)
-
-    def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        if key not in self._keys:
-            return self._files.read(key, offset, nbytes)
-        data = bytearray(nbytes)
-        self.read_into(key, offset, memoryview(data))
-        return bytes(data)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        if key not in self._keys:
-            self._files.read_into(key, offset, buffer)
-            return
         begin = min(len(self._header) - offset, buffer.nbytes)
-        if begin > 0:
+        if key in self._keys and begin > 0:
             buffer[:begin] = self._header[offset : offset + begin]
-        runs = list(self._runs(offset, buffer.nbytes))
-        map_reads(self._files, lambda run: fill(self._files, run, buffer), runs)
-
-    def read_extent(
-        self,
-        key: str,
-        offset: int,
-        nbytes: int,
-        buffer: memoryview,
-        *,
-        again: bool = False,
-        like: int | None = None,
-    ) -> int:
-        del again, like
-        self.read_into(key, offset, buffer[:nbytes])
-        return 0
-
-    def map_extent(self, key: str, offset: int, nbytes: int, buffer: memoryview, maps: PageMaps) -> None:
-        """None: its bytes are never together."""
-
-    def check_expected(self) -> None:
-        self._files.check_expected()
-
-    def close(self) -> None:
-        self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _runs(self, offset: int, nbytes: int) -> Iterator[Run]:
-        return runs_of(self._members(offset, offset + nbytes), self._located)
+        super().read_into(key, offset, buffer)
 
     def _members(self, begin: int, end: int) -> Members:
         index = max(0, bisect_right(self._begins, begin) - 1)
@@ -208,13 +143,6 @@ class TensorFile:
             if low < high:
                 yield tensor.name, low - begin, (low - tensor.offset, high - tensor.offset)
             index += 1
-
-    def _located(self, name: str) -> TensorChunks:
-        known = self._known.get(name)
-        if known is None:
-            # Of two threads that come here at once, both find the same.
-            known = self._known[name] = self._chunks_of(name)
-        return known
 
 
 class GrowingTensorFile(TensorFile):
