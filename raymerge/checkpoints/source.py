@@ -227,7 +227,7 @@ def open_checkpoint(
     """Read the config, index and headers in ``root``; with ``pickled`` also of pickled weights.
 
     Without ``needs_weights`` a directory may have none. ``opener``: opens what has the weights, and all that
-    is in ``root`` too; None: they lie there.
+    is in ``root`` too, where a config may be absent; None: they lie there.
 
     Raises CheckpointError: with every problem of this checkpoint at once."""
     problems: list[Problem] = []
@@ -237,7 +237,9 @@ def open_checkpoint(
         weights = attempt(
             problems, lambda: _read_weights(store, files, pickled=pickled, is_needed=needs_weights)
         ) or _Weights((), ())
-        config = attempt(problems, lambda: _read_config(store, files, pickled=pickled))
+        config = attempt(
+            problems, lambda: _read_config(store, files, pickled=pickled, may_lack=opener is not None)
+        )
         hf_quant_config = attempt(problems, lambda: _read_hf_quant_config(store, files)) or {}
         tensors = in_natural_order(tensor for header in weights.headers for tensor in header.tensors)
         shapes = attempt(problems, lambda: read_shapes(store, tensors))
@@ -425,13 +427,15 @@ def read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tupl
     return read_header(store, info.key, info.nbytes, info.version), ()
 
 
-def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) -> dict[str, Any]:
+def _read_config(
+    store: ReadStore, files: Sequence[FileInfo], *, pickled: bool, may_lack: bool
+) -> dict[str, Any]:
     where = store.location(CONFIG_FILE)
     info = next((info for info in files if info.key == CONFIG_FILE), None)
     if info is None:
         # Without weights this is no model, which is said already; that it lacks a config too is no news.
         # A training checkpoint has its tensors alone.
-        if not _has_weights(files, pickled=pickled) or _is_raw_result(store, files):
+        if may_lack or not _has_weights(files, pickled=pickled) or _is_raw_result(store, files):
             return {}
         what = "is missing: it says what architecture the weights are of."
         raise CheckpointError(Problem(where, what, "Copy it from the place the weights come from."))

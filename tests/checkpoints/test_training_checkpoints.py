@@ -34,7 +34,18 @@ from kits.training_checkpoint import (
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from raymerge.api import AuditOptions, audit, conversion, plan, plan_for, replay, submit, submit_sweep, verify
+from raymerge.api import (
+    AuditOptions,
+    audit,
+    conversion,
+    plan,
+    plan_for,
+    replay,
+    stream,
+    submit,
+    submit_sweep,
+    verify,
+)
 from raymerge.checkpoints.dcp.store import ChunkedStore
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, PlanError, RecipeError, TargetError
@@ -307,10 +318,12 @@ def test_a_merge_is_written_as_the_training_saved_it(as_safetensors: bool, tmp_p
     roots = [save_chunks(tmp_path / f"m{seed}", tensors_of(seed), BOXES, **form) for seed in (1, 2)]
     (roots[0] / "common.pt").write_bytes(b"common")
     merged = merge_here(mean_of(*roots), tmp_path / "merged")
-    merge(mean_of(*roots, layout=str(roots[0])), tmp_path / "out")
+    recipe = mean_of(*roots, layout=str(roots[0]))
+    merge(recipe, tmp_path / "out")
     found = opened_tensors(tmp_path / "out") if as_safetensors else load_whole(tmp_path / "out")
-    assert found.keys() == merged.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
+    for each in (found, dict(stream(recipe, INLINE))):
+        assert each.keys() == merged.keys()
+        assert all(torch.equal(each[name], tensor) for name, tensor in merged.items())
     own, theirs = contents(tmp_path / "out"), contents(roots[0])
     assert own.pop("README.md")
     assert {key: len(each) for key, each in own.items()} == {key: len(each) for key, each in theirs.items()}

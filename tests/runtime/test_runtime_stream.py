@@ -204,6 +204,15 @@ def test_what_a_trainer_changed_counts_in_the_next_iteration(small: Family) -> N
     assert torch.equal(dict(stream)["model.norm.weight"], before + 1)
 
 
+def test_tensors_without_a_config_are_merged_with_their_like() -> None:
+    models = {
+        each: raymerge.InMemoryModel({"w": torch.full((3, 5), 1.0 + n)}) for n, each in enumerate("abc")
+    }
+    between = {**mean_of("a", "b"), "name": "between"}
+    (name, tensor), *others = raymerge.stream([between, mean_of("between", "c")], INLINE, models=models)
+    assert (name, tensor.tolist(), others) == ("w", [[2.25] * 5] * 3, [])
+
+
 def test_tensors_that_no_file_could_hold_are_named(small: Family) -> None:
     live = _in_memory(small.base)
     tensors = {**live.tensors, "a": torch.empty(3, device="meta"), "b": torch.eye(3).to_sparse()}

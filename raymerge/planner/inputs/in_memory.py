@@ -32,8 +32,9 @@ class InMemoryModel:
     under way. Two names of one tensor are two equal tensors."""
 
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
-    config: Mapping[str, Any] = field(repr=False)
-    """What is in a model's config.json; ``model.config.to_dict()`` of transformers."""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What is in a model's config.json; ``model.config.to_dict()`` of transformers. Empty: it is tensors
+    only, to be merged with others that are."""
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Files that belong to it by name: those of the tokenizer, above all."""
 
@@ -76,7 +77,8 @@ class TensorStore(MemoryStore):
             TensorSpec(key, dtypes[each.dtype], tuple(each.shape)) for key, each in model.tensors.items()
         ]
         layout = lay_out(specs)
-        small = {**model.files, CONFIG_FILE: json_bytes(model.config)}
+        config = {CONFIG_FILE: json_bytes(model.config)} if model.config else {}
+        small = {**model.files, **config}
         super().__init__(name, small, [FileInfo(_FILE, layout.nbytes, "")])
         self._header, self._places = layout.header, layout.tensors
         self._begins = [each.offset for each in layout.tensors]
