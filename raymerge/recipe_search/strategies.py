@@ -163,8 +163,8 @@ class OptunaStrategy:
 
     def __init__(self, name: str, parameters: Sequence[Parameter], size: int, seed: int) -> None:
         self._optuna = _required("optuna", name)
-        # It tells of each new study, once for each process.
-        logging.getLogger("optuna").setLevel(logging.WARNING)
+        # It tells of each new study, and of what would be faster.
+        logging.getLogger("optuna").setLevel(logging.ERROR)
         self._name, self._parameters, self._size, self._seed = name, parameters, size, seed
         self._study = self._optuna.create_study(direction="maximize")
         self._round = 0
