@@ -36,7 +36,7 @@ def plan_search(
 
     Raises:
         RecipeError: marks, the ``search`` block or the recipe are not valid.
-        PlanError: candidates and sources do not fit."""
+        PlanError: candidates and sources do not fit, or what they are evaluated by cannot be read."""
     settings = _settings(marked, evaluations)
     planner, probes = CandidateMerges(options), list(marked.probes())
     merges: list[tuple[PlannedMerge, ...]] = []
@@ -51,6 +51,8 @@ def plan_search(
     if any(problems):
         raise PlanError(joined_problems([_shown(marked, values) for values in probes], problems))
     search = Search(marked, settings, merges[0][-1].plan.digest)
+    # What it evaluates by is read for it.
+    assert search.identity
     return PlannedSearch(search, probes[0], marked.candidate(probes[0]).text, merges[0])
 
 

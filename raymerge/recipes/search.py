@@ -170,10 +170,14 @@ class MarkedRecipe:
 
     def probes(self) -> Iterator[Values]:
         """Values with every extreme of every parameter, as few as possible: what is wrong with one of them
-        is to be seen before the search."""
+        is to be seen before the search. Low ends stand beside high ones, since weights that are all 0 are
+        wrong together."""
         most = max((len(each.extremes) for each in self.parameters), default=1)
         for number in range(most):
-            yield {each.name: each.extremes[min(number, len(each.extremes) - 1)] for each in self.parameters}
+            yield {
+                each.name: each.extremes[(number + place) % len(each.extremes)]
+                for place, each in enumerate(self.parameters)
+            }
 
 
 def is_search_file(path: str | os.PathLike[str]) -> bool:

@@ -106,6 +106,20 @@ def test_the_place_is_looked_at_before_the_first_evaluation(recipe: dict[str, An
         raymerge.search(recipe, tmp_path / "other", INLINE)
 
 
+def test_ingredients_of_a_mean_may_all_be_left_out_but_not_together(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    for model in recipe["models"]:
+        model["parameters"]["weight"] = {"search": [0, 1]}
+    recipe["search"]["strategy"] = "soup"
+    planned = raymerge.plan_search(recipe, tmp_path / "out")
+    assert planned.search.settings.evaluations == 3
+    recipe["search"]["texts"] = [str(tmp_path / "gone.txt")]
+    del recipe["search"]["command"], recipe["search"]["metrics"]
+    with pytest.raises(PlanError, match=r"gone\.txt: cannot be read: No such file or directory"):
+        raymerge.plan_search(recipe, tmp_path / "out")
+
+
 def test_a_command_that_is_not_there_is_told_once(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe["search"]["command"] = "/nowhere/evaluate {model}"
     with pytest.raises(SearchError) as failed:
