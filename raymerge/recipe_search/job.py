@@ -139,8 +139,9 @@ class SearchJob:
                 trials = store.trials()
                 store.forget(range(len(cut)))
                 raise SearchError(self._none_done(trials))
-            strategy.tell(scores)
             first += len(candidates)
+            if first <= most:
+                strategy.tell(scores)
 
     def _round(self, store: TrialStore, first: int, candidates: Sequence[Values]) -> list[float | None]:
         """The scores of a round, in its order."""

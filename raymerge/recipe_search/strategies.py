@@ -110,9 +110,10 @@ class SoupStrategy:
             self._score = alone[order[0]]
             return
         added, *self._left = self._left
-        if scores and scores[0] is not None and scores[0] >= self._score:
+        (score,) = scores
+        if score is not None and score >= self._score:
             self._soup.append(added)
-            self._score = scores[0]
+            self._score = score
 
     def _values(self, names: Sequence[str]) -> Values:
         return {name: ends[-1] if name in names else ends[0] for name, ends in self._ends.items()}
@@ -153,8 +154,7 @@ class CmaStrategy:
     def tell(self, scores: Sequence[float | None]) -> None:
         # One that failed is worse than all others; the search looks at their order alone.
         costs = [math.inf if score is None else -score for score in scores]
-        if len(costs) == self._size:
-            self._search.tell(list(zip(self._units, costs, strict=True)))
+        self._search.tell(list(zip(self._units, costs, strict=True)))
 
 
 class OptunaStrategy:
@@ -178,7 +178,7 @@ class OptunaStrategy:
 
     def tell(self, scores: Sequence[float | None]) -> None:
         failed = self._optuna.trial.TrialState.FAIL
-        for trial, score in zip(self._trials, scores, strict=False):
+        for trial, score in zip(self._trials, scores, strict=True):
             if score is None:
                 self._study.tell(trial, state=failed)
             else:

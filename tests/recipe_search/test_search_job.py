@@ -105,6 +105,12 @@ def test_more_evaluations_go_on_with_those_that_are_there(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize("strategy", ["tpe", "cmaes", "random", "soup"])
+def test_a_search_ends_within_a_round(tmp_path: Path, strategy: str) -> None:
+    assert len(job(marked_recipe(_block(strategy, evaluations=2)), tmp_path).carry_out()) == 2
+
+
+@pytest.mark.usefixtures("kind")
 def test_the_better_part_of_a_round_is_evaluated_on_the_whole(tmp_path: Path) -> None:
     seen: list[object] = []
     recipe = marked_recipe(_block("random", evaluations=8, round=8, stop_early=EARLY, seed=5))
