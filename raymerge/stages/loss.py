@@ -84,20 +84,17 @@ class Evaluator:
         self._spill = spill
         self._device = device or torch.device("cpu")
 
-    def losses(
-        self, source: Source, *, num_windows: int | None = None, on_layer: OnLayer = lambda *_: None
-    ) -> tuple[TextLoss, ...]:
-        """The loss of each text under a model; ``num_windows``: of its first windows only.
+    def losses(self, source: Source, *, on_layer: OnLayer = lambda *_: None) -> tuple[TextLoss, ...]:
+        """The loss of each text under a model.
 
         Raises:
             PlanError: the model cannot be run layer by layer.
             OptionError: the memory is too little for one window.
             NonFiniteError: it computes NaN or infinity.
             CheckpointError: its weights cannot be read."""
-        texts = [text.first(num_windows) for text in self._texts]
         stream = LayerStream(source, EVALUATION)
-        batches = self._batches(stream, source, texts)
-        scores = _Scores(source.name, texts, batches, self._device)
+        batches = self._batches(stream, source)
+        scores = _Scores(source.name, self._texts, batches, self._device)
         layers, num_layers = 0, stream.num_layers()
 
         def visit(layer: int, batch: int, hidden: torch.Tensor, _: torch.Tensor) -> None:
@@ -120,9 +117,9 @@ class Evaluator:
             )
         return scores.losses()
 
-    def _batches(self, stream: LayerStream, source: Source, texts: Sequence[Text]) -> Sequence[_Batch]:
+    def _batches(self, stream: LayerStream, source: Source) -> Sequence[_Batch]:
         """The windows of all texts in batches that fit into memory, the longest first."""
-        placed = [(number, window) for number, text in enumerate(texts) for window in text.windows]
+        placed = [(number, window) for number, text in enumerate(self._texts) for window in text.windows]
         placed.sort(key=lambda each: -len(each[1].tokens))
         longest = len(placed[0][1].tokens)
         num_tokens = max(_BATCH_TOKENS, longest)

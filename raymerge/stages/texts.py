@@ -86,8 +86,8 @@ class Text:
     def num_judged(self) -> int:
         return sum(window.num_judged for window in self.windows)
 
-    def first(self, num_windows: int | None) -> Text:
-        return self if num_windows is None else replace(self, windows=self.windows[:num_windows])
+    def first(self, num_windows: int) -> Text:
+        return replace(self, windows=self.windows[:num_windows])
 
 
 class TextReader:
@@ -128,8 +128,9 @@ class TextReader:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise PlanError(Problem(path, f"cannot be read: {reason}.", "Name a file of text.")) from error
         chats = self._conversations(path, content) if path.endswith(CHAT_ENDING) else [self._text(content)]
-        windows = tuple(self._limited(window for each in chats for window in self._windows(each)))
-        if not any(window.num_judged for window in windows):
+        pieces = (window for each in chats for window in self._windows(each))
+        windows = tuple(self._limited(window for window in pieces if window.num_judged))
+        if not windows:
             what = f"gives no token to judge in the tokenizer of {self._source.name}; a text needs two."
             raise PlanError(Problem(path, what, "Name a file with more text in it."))
         largest = max(int(window.tokens.max()) for window in windows)
@@ -141,22 +142,23 @@ class TextReader:
 
     def _text(self, content: str) -> Window:
         tokens = token_ids(self._tokenizer, content)
-        return _window([*self._begin, *tokens], [False] * len(self._begin) + [True] * len(tokens))
+        step = self.length - len(self._begin)
+        full = tokens[: len(tokens) // step * step] or tokens
+        return _window([*self._begin, *full], [False] * len(self._begin) + [True] * len(full))
 
     def _windows(self, sequence: Window) -> Iterator[Window]:
         """A text or a conversation in pieces that each begin as a sequence does."""
         if len(sequence.tokens) <= self.length:
             yield sequence
             return
-        is_text = bool(sequence.is_judged[len(self._begin) :].all())
-        first = len(self._begin) if is_text else 0
-        body, judged = sequence.tokens[first:], sequence.is_judged[first:]
-        step = self.length - len(self._begin)
-        for start in range(0, len(body), step):
-            piece, is_judged = body[start : start + step], judged[start : start + step]
-            if is_judged.any() and (len(piece) == step or not is_text):
-                begun = [False] * len(self._begin)
-                yield _window([*self._begin, *piece], [*begun, *is_judged])
+        count = len(self._begin)
+        first = count if sequence.tokens[:count].tolist() == self._begin else 0
+        step = self.length - count
+        for start in range(first, len(sequence.tokens), step):
+            piece = slice(start, start + step)
+            yield _window(
+                [*self._begin, *sequence.tokens[piece]], [*[False] * count, *sequence.is_judged[piece]]
+            )
 
     def _limited(self, windows: Iterator[Window]) -> Iterator[Window]:
         left = self._num_tokens

@@ -51,11 +51,9 @@ def windows(*lengths: int, high: int = 60, seed: int = 5) -> tuple[Window, ...]:
     )
 
 
-def evaluated(
-    base: Source, texts: Sequence[Text], spill: Path, *, budget: int = BIG, num_windows: int | None = None
-) -> list[float]:
-    found = Evaluator(texts, budget=budget, spill=spill).losses(base, num_windows=num_windows)
-    assert [each.num_tokens for each in found] == [text.first(num_windows).num_judged for text in texts]
+def evaluated(base: Source, texts: Sequence[Text], spill: Path, *, budget: int = BIG) -> list[float]:
+    found = Evaluator(texts, budget=budget, spill=spill).losses(base)
+    assert [each.num_tokens for each in found] == [text.num_judged for text in texts]
     return [each.loss for each in found]
 
 
@@ -107,7 +105,7 @@ def test_only_some_tokens_of_some_windows_are_judged(tmp_path: Path) -> None:
     given = [Window(each.tokens, np.arange(len(each.tokens)) % 3 == 1) for each in windows(9, 33, 33)]
     model = whole_model(tmp_path / "model")
     for count in (1, 2, 3):
-        found = evaluated(base, [Text("t", tuple(given))], tmp_path, num_windows=count)
+        found = evaluated(base, [Text("t", tuple(given)).first(count)], tmp_path)
         assert found == pytest.approx([expected_loss(model, given[:count])], abs=1e-5)
 
 
@@ -218,6 +216,12 @@ def test_a_text_is_cut_into_full_windows_that_begin_as_a_sequence_does(tmp_path:
     assert tokens_of(short) == [[1, *range(3, 20)]]
     (some,) = TextReader(base, length=6, num_tokens=7).read([path])
     assert judged_of(some) == [[3, 4, 5, 6, 7], [8, 9]]
+    without_start = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    write_json(tmp_path / "model" / "tokenizer_config.json", without_start)
+    (tmp_path / "model" / "special_tokens_map.json").unlink()
+    (plain,) = TextReader(open_base(tmp_path / "model"), length=6).read([path])
+    assert tokens_of(plain) == [[*range(at, at + 6)] for at in (3, 9)]
+    assert judged_of(plain) == [[*range(at + 1, at + 6)] for at in (3, 9)]
 
 
 def test_windows_are_what_the_model_reads_at_once(tmp_path: Path) -> None:
@@ -295,6 +299,18 @@ def test_long_conversations_are_cut(tmp_path: Path) -> None:
     (text,) = TextReader(talking(tmp_path / "model", PLAIN), length=7).read([path])
     assert tokens_of(text) == [[1, 10, 20, 21, 11, 12, 30], [1, 31, 2, 10, 22, 11, 12], [1, 32, 2]]
     assert judged_of(text) == [[30], [31, 2], [32, 2]]
+
+
+def test_conversations_without_an_answer_are_left_out(tmp_path: Path) -> None:
+    path = chat(tmp_path / "talk.jsonl", TALK[:1], TALK)
+    (text,) = TextReader(talking(tmp_path / "model", PLAIN)).read([path])
+    assert judged_of(text) == [[30, 31, 2, 32, 2]]
+
+
+def test_a_conversation_that_begins_as_a_sequence_does_begins_so_once(tmp_path: Path) -> None:
+    path = chat(tmp_path / "talk.jsonl", TALK)
+    (text,) = TextReader(talking(tmp_path / "model", f"<s> {PLAIN}"), length=7).read([path])
+    assert tokens_of(text)[0] == [1, 10, 20, 21, 11, 12, 30]
 
 
 def test_every_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def _rounded(loss: float) -> float:
 
 
 def _first(text: Text, share: float) -> Text:
-    return text if share == 1.0 else text.first(max(1, ceil(share * len(text.windows))))
+    return text.first(ceil(share * len(text.windows)))
 
 
 def _fingerprint(settings: TextsSettings) -> object:
