@@ -30,7 +30,7 @@ from raymerge.recipe_search.trials import Evaluation, Trial, TrialStore, best_fi
 from raymerge.recipes.load import MARK
 from raymerge.recipes.search import MarkedRecipe, Values
 from raymerge.runtime.workers.actor_calls import ActorNeeds
-from raymerge.runtime.workers.sizing import cores_here
+from raymerge.runtime.workers.sizing import cores_here, free_memory
 
 _SCRATCH = "candidates"
 _MOST_THREADS = 4
@@ -205,6 +205,8 @@ class SearchJob:
         # As many however many evaluators there are: sums of floats depend on them.
         threads = self._options.threads or min(cores_here(), _MOST_THREADS)
         options = replace(self._options, threads=threads)
+        if options.memory is None and options.address is None and how.evaluators > 1:
+            options = replace(options, memory=free_memory() // 2 // how.evaluators)
         scratch, here = str(self._directory / _SCRATCH), os.getcwd()
         spec = EvaluatorSpec(settings.kind, settings.evaluator, settings.metrics, options, scratch, here)
         if how.evaluators == 1 and not how.evaluator_gpus and options.address is None:

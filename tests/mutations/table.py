@@ -853,7 +853,7 @@ MUTATIONS = (
     Mutation("execute/segment.py", "each.__traceback__ = None", "pass", JOINT),
     Mutation("merge_plan/jobs.py", "max(fixed.get(key, 0), each.op.need.fixed_bytes)", "0", JOINT),
     # What a search tries, keeps and tells
-    Mutation("recipe_search/strategies.py", "scores[0] >= self._score", "scores[0] > self._score", SEARCH),
+    Mutation("recipe_search/strategies.py", "score >= self._score", "score > self._score", SEARCH),
     Mutation("recipe_search/trials.py", "elif before[0] != text:", "elif False:", SEARCH),
     Mutation("recipe_search/job.py", "store.forget(range(len(cut)))", "pass", SEARCH),
     # What is pushed, and for whom to see

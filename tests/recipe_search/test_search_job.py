@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from kits.searches import bowl, bowl_judge, job, judging, marked_recipe, table
 from raymerge.documents.fields import FaultError
 from raymerge.errors import HeldError, SearchError, TargetError
 from raymerge.events import TrialEvaluated
-from raymerge.recipe_search.evaluators.evaluator import EvaluationError, EvaluatorKind
+from raymerge.recipe_search import job as search_job
+from raymerge.recipe_search.evaluation import EvaluatorSpec, InlineEvaluations
+from raymerge.recipe_search.evaluators.evaluator import (
+    CandidateMerges,
+    EvaluationError,
+    Evaluator,
+    EvaluatorKind,
+)
 from raymerge.recipe_search.evaluators.table import KINDS
 from raymerge.recipe_search.job import SearchOptions
 from raymerge.recipe_search.settings import read_settings
@@ -120,6 +128,25 @@ def test_the_better_part_of_a_round_is_evaluated_on_the_whole(tmp_path: Path) ->
     assert shares[0.25] == set(range(8))
     by_bowl = sorted((each for each in trials if not each.error), key=lambda each: -bowl_of(each.values))
     assert shares[1.0] == {each.number for each in by_bowl[:4]}
+
+
+def test_evaluators_share_the_memory_of_a_machine(
+    tmp_path: Path, kind: EvaluatorKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int | None] = []
+
+    def opened(settings: Any, merges: CandidateMerges, scratch: Path) -> Evaluator:
+        seen.append(merges.options.memory)
+        return kind.open(settings, merges, scratch)
+
+    def evaluations(spec: EvaluatorSpec, *_: object, **__: object) -> InlineEvaluations:
+        return InlineEvaluations(spec)
+
+    monkeypatch.setitem(KINDS, "command", replace(kind, open=opened))
+    monkeypatch.setattr(search_job, "RayEvaluations", evaluations)
+    monkeypatch.setattr(search_job, "free_memory", lambda: 24 << 30)
+    job(marked_recipe(_block("random")), tmp_path, how=SearchOptions(4)).carry_out()
+    assert seen == [3 << 30]
 
 
 def test_the_same_candidate_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
