@@ -262,7 +262,7 @@ def evaluate(
         raise OptionError(Problem("--texts", "there is no file.", "Name one or more."))
     count = _checked_threads(threads)
     making = None if memory is None else memory // 2
-    with _evaluated(model, RunOptions(inline=True, memory=making, threads=threads)) as source:
+    with _evaluated(model, RunOptions(inline=True, memory=making, threads=threads, device=device)) as source:
         reader = TextReader(source, length=length, num_tokens=tokens)
         files = reader.read([str(path) for path in texts])
         is_made = source.checkpoint.opener is not None
