@@ -34,7 +34,9 @@ FIELDS = sorted(
 def _samples() -> list[Any]:
     """The recipes that come with raymerge, of models that lie in the folder."""
     paths = [
-        path for pattern in ("*.yml", "moe/*.yml", "sweeps/*.yml") for path in sorted(CONFIGS.glob(pattern))
+        path
+        for pattern in ("*.yml", "moe/*.yml", "sweeps/*.yml", "searches/*.yml")
+        for path in sorted(CONFIGS.glob(pattern))
     ]
     texts = (path.read_text(encoding="utf-8") for path in paths)
     return [*(yaml.safe_load(text.replace("configs/quickstart/models/", "")) for text in texts), EXPERTS]

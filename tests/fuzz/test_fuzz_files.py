@@ -14,6 +14,7 @@ from kits.marks import slow_but
 JSON = (
     *("index", "config", "quantisation", "adapter", "tokenizer", "tokenizer config", "signed manifest"),
     "sweep",
+    "search",
 )
 
 

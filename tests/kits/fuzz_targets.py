@@ -21,13 +21,17 @@ from kits.training_checkpoint import grid, save_chunks
 from raymerge.api import plan_for
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.source import open_checkpoint
+from raymerge.documents.fields import FaultError
+from raymerge.errors import RecipeError
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import digest
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.publish.record import Ledger
+from raymerge.recipe_search.settings import read_settings
 from raymerge.recipes.load import draft_recipes, parse_recipes
+from raymerge.recipes.search import marked_problems, read_marked
 from raymerge.recipes.sweep import draft_sweep
 from raymerge.storage.local.store import LocalStore
 
@@ -258,6 +262,43 @@ def _sweep(root: Path) -> Target:
     return Target("sweep", json.dumps(sample).encode(), read)
 
 
+def _search(root: Path) -> Target:
+    sample = {
+        "search": {
+            "strategy": "tpe",
+            "evaluations": 8,
+            "round": 4,
+            "seed": 1,
+            "texts": {"files": ["a.txt", "b.txt"], "length": 16, "tokens": 100},
+            "metrics": {"a": -1, "mean": -2.5},
+            "stop_early": {"share": 0.25, "keep": 0.5},
+        },
+        "merge_method": {"search": {"choices": ["linear", "ties"]}},
+        "models": [
+            {"model": "a", "parameters": {"weight": [{"search": [0, "1e-1"]}, 1]}},
+            {"model": "b", "parameters": {"weight": {"search": {"low": 0, "high": 4, "step": 2}}}},
+        ],
+        "parameters": {"density": {"search": {"low": 0.1, "high": 1, "log": True}}},
+    }
+    root.mkdir()
+    place = root / "search.yml"
+
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        marked = read_marked(place)
+        if problems := marked_problems(marked):
+            raise RecipeError(problems)
+        try:
+            settings = read_settings(marked.block, marked.parameters)
+        except FaultError as error:
+            raise RecipeError(marked.places.problems(list(error.faults))) from error
+        candidates = [marked.candidate(values) for values in marked.probes()]
+        assert all(parse_recipes(each.text) == each.recipes for each in candidates)
+        return settings
+
+    return Target("search", json.dumps(sample).encode(), read)
+
+
 _MAKERS: Mapping[str, Callable[[Path], Target]] = {
     "header": _header,
     "index": _index,
@@ -268,6 +309,7 @@ _MAKERS: Mapping[str, Callable[[Path], Target]] = {
     "tokenizer config": _tokenizer_config,
     "recipe": _recipe,
     "sweep": _sweep,
+    "search": _search,
     "manifest": _manifest,
     "signed manifest": _signed,
     "table": _table,
