@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from raymerge.errors import UserError
+from raymerge.errors import NonFiniteError, PlanError, RecipeError
 from raymerge.events import OnEvent
 from raymerge.options import RunOptions
 from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, EvaluationError
@@ -67,7 +67,7 @@ class EvaluatorProcess:
         try:
             metrics = self._evaluator.evaluate(task.text, task.share)
             score = self._score(metrics)
-        except (EvaluationError, UserError) as failure:
+        except (EvaluationError, RecipeError, PlanError, NonFiniteError) as failure:
             error = str(failure)
         return Evaluation(dict(metrics), score, error, time.monotonic() - began)
 

@@ -17,7 +17,7 @@ import pytest
 from kits.searches import bowl, bowl_judge, job, judging, marked_recipe, table
 
 from raymerge.documents.fields import FaultError
-from raymerge.errors import HeldError, SearchError, TargetError
+from raymerge.errors import HeldError, Problem, SearchError, TargetError, UnreadableError
 from raymerge.events import TrialEvaluated
 from raymerge.recipe_search import job as search_job
 from raymerge.recipe_search.evaluation import EvaluatorSpec, InlineEvaluations
@@ -182,6 +182,26 @@ def test_where_no_candidate_can_be_evaluated_the_first_round_is_the_last(
     )
     broken = False
     assert {each.state for each in job(recipe, tmp_path).carry_out()} == {"done"}
+
+
+def test_what_is_no_fault_of_a_candidate_ends_the_search_until_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def judge(weights: Sequence[float], share: float) -> Mapping[str, float]:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise UnreadableError(Problem("base", "cannot be read.", "Mount it."))
+        return bowl_judge(weights, share)
+
+    monkeypatch.setitem(KINDS, "command", judging(judge))
+    recipe = marked_recipe(_block("tpe", evaluations=12))
+    with pytest.raises(UnreadableError):
+        job(recipe, tmp_path / "out").carry_out()
+    mended = job(recipe, tmp_path / "out").carry_out()
+    assert table(mended) == table(job(recipe, tmp_path / "whole").carry_out())
 
 
 @pytest.mark.usefixtures("kind")

@@ -31,8 +31,9 @@ class Evaluator(Protocol):
             share: of what it is evaluated on, from the beginning; 1 where the kind has no parts.
 
         Raises:
-            EvaluationError: as it says.
-            UserError: as a merge does; it counts as the candidate's own, too."""
+            EvaluationError: as it says. PlanError, RecipeError and NonFiniteError count as the candidate's
+                own, too.
+            RaymergeError: what else hinders a merge would hinder others: the search ends, to go on later."""
 
     def close(self) -> None: ...
 
