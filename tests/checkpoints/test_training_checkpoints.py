@@ -446,6 +446,19 @@ def test_tensors_that_share_a_blob_are_refused(tmp_path: Path) -> None:
         plan(mean_of(root, layout=str(root))).require()
 
 
+@pytest.mark.parametrize("as_safetensors", [False, True])
+def test_chunks_of_a_tensor_that_share_a_blob_are_refused(as_safetensors: bool, tmp_path: Path) -> None:
+    boxes = {"halves": grid((4, 6), (2,))}
+    tensors = {"halves": torch.arange(24.0).reshape(4, 6)}
+    root = save_chunks(tmp_path / "a", tensors, boxes, files=1, as_safetensors=as_safetensors)
+    metadata = metadata_of(root)
+    one, two = metadata.storage_data
+    metadata.storage_data[two] = metadata.storage_data[one]
+    write_metadata(root, metadata)
+    with pytest.raises(PlanError, match="'halves' has chunks that are the same bytes"):
+        plan(mean_of(root)).require()
+
+
 class Killed(Exception):  # noqa: N818 - as if the process were gone
     pass
 

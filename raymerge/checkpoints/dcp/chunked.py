@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import xxhash
 
@@ -14,7 +14,7 @@ from raymerge.checkpoints.dcp.layout import SIDECARS, Layout, read_layout
 from raymerge.checkpoints.dcp.metadata import SavedChunk, SavedTensor, shortened
 from raymerge.checkpoints.dcp.store import ASSEMBLED
 from raymerge.checkpoints.header import FileHeader, StoredTensor
-from raymerge.errors import CheckpointError
+from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import FileInfo, ReadStore, map_reads
 
 
@@ -52,6 +52,11 @@ def read_chunked(store: ReadStore, files: Sequence[FileInfo]) -> ChunkedTensors:
             if saved.is_bare:
                 own = StoredTensor(name, saved.dtype, saved.shape, chunk.key, place.offset, saved.nbytes)
                 tensors[chunk.key].append(own)
+    twins = tuple(_twins(layout, places))
+    if alone := [first for first, second in twins if first == second]:
+        what = f"tensor {alone[0]!r} has chunks that are the same bytes: what one of them held is lost."
+        remedy = "Have the training save it again, in the usual format of torch."
+        raise CheckpointError(Problem(store.location("."), what, remedy))
     infos = {info.key: info for info in files}
     headers = tuple(
         FileHeader(
@@ -66,24 +71,19 @@ def read_chunked(store: ReadStore, files: Sequence[FileInfo]) -> ChunkedTensors:
         for key in layout.keys
     )
     sidecars = tuple(key for key in SIDECARS if key in infos)
-    return ChunkedTensors(
-        headers,
-        (_note(layout),),
-        layout.model.left,
-        layout.begins[-1],
-        sidecars,
-        tuple(_twins(layout, places)),
-    )
+    return ChunkedTensors(headers, (_note(layout),), layout.model.left, layout.begins[-1], sidecars, twins)
 
 
 def _twins(layout: Layout, places: Mapping[tuple[str, tuple[int, ...]], Place]) -> Iterator[tuple[str, str]]:
-    holders: dict[tuple[str, int], str] = {}
-    for name, tensor in layout.model.tensors.items():
-        for chunk in tensor.chunks:
-            if math.prod(chunk.sizes):
-                first = holders.setdefault((chunk.key, places[name, chunk.begin].offset), name)
-                if first != name:
-                    yield first, name
+    runs = sorted(
+        (chunk.key, place.offset, place.offset + nbytes, name)
+        for name, tensor in layout.model.tensors.items()
+        for chunk in tensor.chunks
+        if (nbytes := tensor.nbytes_of(chunk)) and (place := places[name, chunk.begin])
+    )
+    for (key, _, end, first), (other, begin, _, second) in pairwise(runs):
+        if key == other and begin < end:
+            yield first, second
 
 
 def _located(store: ReadStore, layout: Layout) -> dict[tuple[str, tuple[int, ...]], Place]:
