@@ -320,7 +320,7 @@ def _opened(path: str | Path) -> Checkpoint:
     if reference.lora_path is not None:
         what = "this names an adapter on a model."
         raise CheckpointError(Problem(str(path), what, "Give the model alone."))
-    checkpoint = open_reference(reference)
+    checkpoint = open_reference(reference, with_components=True)
     # Its options say where it is found, and not which it is.
     return replace(checkpoint, name=shown(checkpoint.name))
 

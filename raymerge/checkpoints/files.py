@@ -88,8 +88,8 @@ class WeightNames:
         return f"{self.stem}-{number:05d}-of-{of}{self.endings[0]}"
 
     def part_numbers(self, name: str) -> tuple[str, str] | None:
-        ending = re.escape(self.endings[0])
-        match = re.fullmatch(rf"{self.stem}-([0-9]{{5,6}})-of-([0-9]{{5,6}}){ending}", name)
+        stem, ending = re.escape(self.stem), re.escape(self.endings[0])
+        match = re.fullmatch(rf"{stem}-([0-9]{{5,6}})-of-([0-9]{{5,6}}){ending}", name)
         return (match.group(1), match.group(2)) if match else None
 
     def is_index(self, name: str) -> bool:
@@ -125,6 +125,19 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
     kind = next((kind for kind in kinds if kind.are_in(names)), None)
     if kind is None:
         raise CheckpointError(describe_no_weights(names, where, pickled=pickled))
+    index = weights_of(store, names, kind)
+    if kind is SAFETENSORS:
+        return index
+    note = f"its tensors are read from pickled files: {shortlist(index.keys)}."
+    return replace(index, notes=(*index.notes, note))
+
+
+def weights_of(
+    store: ReadStore, names: Mapping[str, FileInfo], kind: WeightNames, directory: str = ""
+) -> WeightIndex:
+    """The weights of one kind among the files of a ``directory``, which ends in a slash, by their ``names``
+    in it. Raises CheckpointError: several sets of weights of equal standing, or an unreadable index."""
+    where = store.location(directory or ".")
     indexes = sorted(name for name in names if kind.is_index(name))
     if len(indexes) > 1:
         what = f"holds {len(indexes)} indexes ({shortlist(indexes)}), and nothing says which of them counts."
@@ -134,11 +147,7 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
         what = f"has its index under the name {indexes[0]}, which loaders do not look for."
         remedy = f"Rename it to {kind.index} if it describes the model."
         raise CheckpointError(Problem(where, what, remedy))
-    index = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
-    if kind is SAFETENSORS:
-        return index
-    note = f"its tensors are read from pickled files: {shortlist(index.keys)}."
-    return replace(index, notes=(*index.notes, note))
+    return _by_index(store, names, kind, where) if indexes else _by_names(names, kind, where)
 
 
 def check_index(
@@ -148,7 +157,11 @@ def check_index(
 
     Returns problems (names in only one of them, duplicate names, an impossible total size) and notes (a
     total size that is slightly wrong, as many publishers have it)."""
-    tensors = [(tensor.name, header.key) for header in headers for tensor in header.tensors]
+    # An index names files beside it.
+    keys = [header.key.rpartition("/")[2] for header in headers]
+    tensors = [
+        (tensor.name, key) for key, header in zip(keys, headers, strict=True) for tensor in header.tensors
+    ]
     total = sum([tensor.nbytes for header in headers for tensor in header.tensors])
     files, problems = dict(tensors), list[Problem]()
     if len(files) < len(tensors) or index.weight_map not in (None, files):
@@ -184,14 +197,17 @@ def _parts(names: Iterable[str], kind: WeightNames) -> list[str]:
     return sorted(name for name in names if kind.part_numbers(name))
 
 
-def _by_index(store: ReadStore, names: Mapping[str, FileInfo], kind: WeightNames) -> WeightIndex:
-    where = store.location(kind.index)
-    raw = read_bounded(store, kind.index, names[kind.index].nbytes)
+def _by_index(
+    store: ReadStore, names: Mapping[str, FileInfo], kind: WeightNames, directory: str
+) -> WeightIndex:
+    info = names[kind.index]
+    where = store.location(info.key)
+    raw = read_bounded(store, info.key, info.nbytes)
     parsed = strict_object(raw, where, "the index", _GET_A_FIT)
     weight_map = _weight_map(parsed, where)
     listed = sorted(set(weight_map.values()))
     problems = _unfit_files(listed, weight_map, names, where, kind=kind)
-    problems += _second_sets(listed, names, store.location("."), kind)
+    problems += _second_sets(listed, names, directory, kind)
     total, notes = _total_size(parsed, kind)
     keys = tuple(key for key in listed if key in names and key.endswith(kind.endings))
     return WeightIndex(keys, weight_map, total, notes, tuple(problems), kind)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -308,11 +309,25 @@ def split_into_shards(specs: Sequence[TensorSpec], shard_size: int) -> tuple[tup
     return (*shards, tuple(current)) if current else tuple(shards)
 
 
-def shard_names(num_shards: int) -> tuple[str, ...]:
+MODEL_STEM = "model"
+_SHARD = re.compile(r"(.+?)(?:-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+
+
+def shard_names(num_shards: int, stem: str = MODEL_STEM) -> tuple[str, ...]:
     """``model.safetensors``, or ``model-00001-of-0000n.safetensors`` and on."""
     if num_shards == 1:
-        return ("model.safetensors",)
-    return tuple(f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1))
+        return (f"{stem}.safetensors",)
+    numbers = range(1, num_shards + 1)
+    return tuple(f"{stem}-{number:05d}-of-{num_shards:05d}.safetensors" for number in numbers)
+
+
+def shards_by_stem(names: Iterable[str]) -> Mapping[str, Sequence[str]]:
+    """Names of shards in their order, by that of their file without number and ending."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        groups.setdefault(name if match is None else match[1], []).append(name)
+    return groups
 
 
 def weight_map_json(weight_map: Mapping[str, str], total_size: int) -> bytes:

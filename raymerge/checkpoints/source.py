@@ -11,6 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from raymerge.checkpoints.components import (
+    Component,
+    ReadComponents,
+    is_collection,
+    needs_no_config,
+    read_components,
+)
 from raymerge.checkpoints.dcp.chunked import ChunkedTensors, read_chunked
 from raymerge.checkpoints.dcp.layout import is_chunked
 from raymerge.checkpoints.files import (
@@ -18,6 +25,7 @@ from raymerge.checkpoints.files import (
     SAFETENSORS,
     LeftOut,
     check_index,
+    describe_no_weights,
     find_weights,
     linked_directories,
     sort_files,
@@ -158,6 +166,8 @@ class Checkpoint(Holding):
     has none of its own."""
     chunks: ChunkedTensors | None = None
     """What else is known of it where its tensors are in chunks."""
+    components: tuple[Component, ...] = ()
+    """Which of ``tensors`` lie beside the model's own weights, and where."""
     opener: Callable[[], ReadStore] | None = None
     """Opens what its tensors are read from where that is no place: a merge that is not written, or tensors in
     memory. ``root`` then has all its other files."""
@@ -206,6 +216,20 @@ class Checkpoint(Holding):
         """Whether it has no config."""
         return not self.config
 
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Those that components lie in, each with a slash at its end: what names of their tensors begin
+        with."""
+        return tuple(dict.fromkeys(each.directory for each in self.components if each.directory))
+
+    @property
+    def model_tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors that its config is of: without those in directories below it."""
+        below = self.directories
+        if not below:
+            return self.tensors
+        return {name: tensor for name, tensor in self.tensors.items() if not name.startswith(below)}
+
 
 def files_at(store: ReadStore) -> Sequence[FileInfo]:
     """All files at a place; raises CheckpointError: no such directory, or nothing at a remote address."""
@@ -222,29 +246,44 @@ def open_checkpoint(
     *,
     pickled: bool = False,
     needs_weights: bool = True,
+    with_components: bool = True,
     opener: Callable[[], ReadStore] | None = None,
 ) -> Checkpoint:
     """Read the config, index and headers in ``root``; with ``pickled`` also of pickled weights.
 
-    Without ``needs_weights`` a directory may have none. ``opener``: opens what has the weights, and all that
-    is in ``root`` too, where a config may be absent; None: they lie there.
+    Without ``needs_weights`` a directory may have none. Without ``with_components`` weights beside the
+    model's own are not read, and left out without a rule. ``opener``: opens what has the weights, and all
+    that is in ``root`` too, where a config may be absent; None: they lie there.
 
     Raises CheckpointError: with every problem of this checkpoint at once."""
     problems: list[Problem] = []
     with open_store(str(root)) if opener is None else opener() as store:
         files = files_at(store)
         others = unfetched_files(store.location("."), files)
+        is_at_top = not (with_components and is_collection({info.key for info in files}))
         weights = attempt(
-            problems, lambda: _read_weights(store, files, pickled=pickled, is_needed=needs_weights)
+            problems,
+            lambda: _read_weights(store, files, pickled=pickled, is_needed=needs_weights and is_at_top),
         ) or _Weights((), ())
+        sidecars = () if weights.chunks is None else weights.chunks.sidecars
+        companions, left_out = _beside({CONFIG_FILE, *weights.keys}, files, others, sidecars)
+        beside = ReadComponents()
+        if with_components and weights.chunks is None and not problems:
+            own = [tensor.name for header in weights.headers for tensor in header.tensors]
+            beside = (
+                attempt(problems, lambda: read_components(store, files, left_out, own=own, pickled=pickled))
+                or ReadComponents()
+            )
+        headers = (*weights.headers, *beside.headers)
+        if needs_weights and not (headers or problems):
+            problems.append(describe_no_weights([info.key for info in files], store.location(".")))
         config = attempt(
             problems, lambda: _read_config(store, files, pickled=pickled, may_lack=opener is not None)
         )
         hf_quant_config = attempt(problems, lambda: _read_hf_quant_config(store, files)) or {}
-        tensors = in_natural_order(tensor for header in weights.headers for tensor in header.tensors)
+        tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
         shapes = attempt(problems, lambda: read_shapes(store, tensors))
-    sidecars = () if weights.chunks is None else weights.chunks.sidecars
-    companions, left_out = _beside({CONFIG_FILE, *weights.keys}, files, others, sidecars)
+    left_out = tuple(each for each in left_out if each.key not in beside.keys)
     if not is_remote(str(root)):
         problems += stray_links(Path(root), companions)
         left_out += tuple(linked_directories(Path(root)))
@@ -255,13 +294,14 @@ def open_checkpoint(
         root=str(root),
         config=_with_table(config, hf_quant_config),
         tensors=tensors,
-        files=tuple(map(weight_file, weights.headers)),
+        files=tuple(map(weight_file, headers)),
         companions=companions,
-        notes=weights.notes,
+        notes=(*weights.notes, *beside.notes),
         left_out=left_out,
         shapes=shapes,
         hf_quant_config=hf_quant_config,
         chunks=weights.chunks,
+        components=beside.components,
         opener=opener,
     )
 
@@ -324,14 +364,12 @@ def open_tensor_file(path: Path | str, name: str, *, pickled: bool = False) -> C
 
 
 def main_dtype(checkpoint: Checkpoint) -> DType:
-    """The float dtype of most of the checkpoint's bytes, FP8 excluded.
+    """The float dtype of most of the model's bytes, FP8 excluded; of all of a checkpoint that has no weights
+    but in directories.
 
     Raises CheckpointError: no tensor has a dtype for arithmetic."""
-    sizes: Counter[DType] = Counter()
-    for tensor in checkpoint.tensors.values():
-        if tensor.dtype.is_mergeable:
-            sizes[tensor.dtype] += tensor.nbytes
-    if not sizes:
+    main = _main(checkpoint.model_tensors or checkpoint.tensors)
+    if main is None:
         stored = (
             ", ".join(sorted({tensor.dtype.value for tensor in checkpoint.tensors.values()})) or "nothing"
         )
@@ -339,8 +377,26 @@ def main_dtype(checkpoint: Checkpoint) -> DType:
         raise CheckpointError(
             Problem(shown(checkpoint.root), what, "Take a checkpoint with unquantised weights.")
         )
+    return main
+
+
+def main_dtypes(checkpoint: Checkpoint) -> Mapping[str, DType]:
+    """As ``main_dtype``, and the same of each of its ``directories`` that has numbers; "" is the model."""
+    mains = {"": main_dtype(checkpoint)}
+    for directory in checkpoint.directories:
+        own = {name: each for name, each in checkpoint.tensors.items() if name.startswith(directory)}
+        if (main := _main(own)) is not None:
+            mains[directory] = main
+    return mains
+
+
+def _main(tensors: Mapping[str, StoredTensor]) -> DType | None:
+    sizes: Counter[DType] = Counter()
+    for tensor in tensors.values():
+        if tensor.dtype.is_mergeable:
+            sizes[tensor.dtype] += tensor.nbytes
     # The name decides between equals, so that the answer hangs on nothing else.
-    return max(sizes, key=lambda dtype: (sizes[dtype], dtype.value))
+    return max(sizes, key=lambda dtype: (sizes[dtype], dtype.value), default=None)
 
 
 def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
@@ -436,6 +492,8 @@ def _read_config(
         # Without weights this is no model, which is said already; that it lacks a config too is no news.
         # A training checkpoint has its tensors alone.
         if may_lack or not _has_weights(files, pickled=pickled) or _is_raw_result(store, files):
+            return {}
+        if needs_no_config(store, {info.key: info for info in files}):
             return {}
         what = "is missing: it says what architecture the weights are of."
         raise CheckpointError(Problem(where, what, "Copy it from the place the weights come from."))

@@ -144,7 +144,7 @@ def open_named_model(text: str) -> Checkpoint:
         raise CheckpointError(Problem(text, what, remedy))
     refuse_unread(reference, pickled=True, lookup=USUAL)
     root = resolve_source(reference.path, reference.revision, pickled=True)
-    checkpoint = open_checkpoint(root, str(reference), pickled=True)
+    checkpoint = open_checkpoint(root, str(reference), pickled=True, with_components=False)
     _check_read(checkpoint)
     return checkpoint
 

@@ -13,10 +13,11 @@ import pyarrow.compute as pc
 
 from raymerge.architectures.roles import declared_tie
 from raymerge.architectures.rules import sections
+from raymerge.checkpoints.components import directory_of
 from raymerge.checkpoints.dcp.metadata import METADATA_FILE
 from raymerge.checkpoints.dcp.store import ASSEMBLED_NBYTES
 from raymerge.checkpoints.files import RECORD_DIRECTORY, is_companion
-from raymerge.checkpoints.header import DATA_ALIGNMENT_NBYTES, METADATA_KEY, shard_names
+from raymerge.checkpoints.header import DATA_ALIGNMENT_NBYTES, METADATA_KEY, shard_names, shards_by_stem
 from raymerge.checkpoints.json_files import parse_strict_json
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
@@ -179,8 +180,11 @@ def _check_tensors(check: Check) -> None:
 def _check_shards(check: Check) -> None:
     """File names that loaders know, and headers that list exactly the tensors of the table."""
     names = tuple(check.shards.table.column("name").to_pylist())
-    if names != shard_names(len(names)):
-        check.say("table shards", f"the files are not called {', '.join(shard_names(len(names))[:2])} ...")
+    groups = shards_by_stem(names)
+    usual = [name for stem, own in groups.items() for name in shard_names(len(own), stem)]
+    strange = [name for name in names if not _is_plain(name) or name.split("/")[0] == RECORD_DIRECTORY]
+    if list(names) != usual or strange:
+        check.say("table shards", f"the files are not called {', '.join((strange or usual)[:2])} ...")
     order = np.argsort(check.tensors.shard, kind="stable")
     begins = np.searchsorted(check.tensors.shard[order], np.arange(len(names) + 1))
     listed = check.tensors.table.select(["name", "dtype", "shape", "offset", "nbytes"])
@@ -188,12 +192,17 @@ def _check_shards(check: Check) -> None:
     # One shard after the other: all headers of a plan take much more memory as values than as text.
     for number, name in enumerate(names):
         header, entries = headers[number].as_py(), dict[str, object]()
+        directory = directory_of(name)
         rows = listed.take(order[begins[number] : begins[number + 1]])
         for tensor, dtype, shape, offset, nbytes in zip(
             *(column.to_pylist() for column in rows.columns), strict=True
         ):
             begin = offset - len(header)
-            entries[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + nbytes]}
+            entries[tensor.removeprefix(directory)] = {
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": [begin, begin + nbytes],
+            }
         if not _header_lists(header, entries):
             check.say(f"shard {name}", "its header does not list the tensors of the plan")
 

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
+from raymerge.checkpoints.components import Component
+from raymerge.checkpoints.header import (
+    MODEL_STEM,
+    FileLayout,
+    TensorSpec,
+    lay_out,
+    shard_names,
+    split_into_shards,
+)
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.merge_plan.expressions import (
     MADE,
@@ -56,11 +65,49 @@ class Segment(NamedTuple):
     cost: int
 
 
-def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str, FileLayout], ...]:
-    """File names and layouts of the shards, tensors in natural order of their names."""
+def place_shards(
+    outputs: Sequence[Output], shard_size: int, components: Sequence[Component] = ()
+) -> tuple[tuple[str, FileLayout], ...]:
+    """File names and layouts of the shards, tensors in natural order of their names; those of ``components``
+    in files of their own behind those of the model."""
     specs = in_natural_order(TensorSpec(o.name, o.dtype, o.shape) for o in outputs)
-    shards = split_into_shards(tuple(specs.values()), shard_size)
-    return tuple(zip(shard_names(len(shards)), (lay_out(shard) for shard in shards), strict=True))
+    homes = _homes(outputs, components)
+    own: dict[Component | None, list[TensorSpec]] = {None: [], **{each: [] for each in components}}
+    for spec in specs.values():
+        own[homes.get(spec.name)].append(spec)
+    shards: list[tuple[str, FileLayout]] = []
+    for component, tensors in own.items():
+        is_single = component is not None and component.is_single
+        parts = split_into_shards(tuple(tensors), 0 if is_single else shard_size)
+        stem, directory = (MODEL_STEM, "") if component is None else (component.stem, component.directory)
+        layouts = [_laid_out(part, directory) for part in parts]
+        shards += zip(shard_names(len(layouts), f"{directory}{stem}"), layouts, strict=True)
+    return tuple(shards)
+
+
+def _homes(outputs: Sequence[Output], components: Sequence[Component]) -> Mapping[str, Component]:
+    """The component that an output belongs to, by name. Scales that its source has not go with their codes,
+    all else that it has not by the directory."""
+    if not components:
+        return {}
+    by_name = {name: each for each in components for name in each.names}
+    by_directory = {each.directory: each for each in reversed(components) if each.directory}
+    homes: dict[str, Component] = {}
+    for output in outputs:
+        below = (each for directory, each in by_directory.items() if output.name.startswith(directory))
+        home = by_name.get(output.name) or by_name.get(output.scales_of) or next(below, None)
+        if home is not None:
+            homes[output.name] = home
+    return homes
+
+
+def _laid_out(specs: Sequence[TensorSpec], directory: str) -> FileLayout:
+    """The layout of a file, in which tensors have no ``directory`` before their names."""
+    if not directory:
+        return lay_out(specs)
+    layout = lay_out([spec._replace(name=spec.name.removeprefix(directory)) for spec in specs])
+    named = [tensor._replace(name=f"{directory}{tensor.name}") for tensor in layout.tensors]
+    return replace(layout, tensors=tuple(named))
 
 
 def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]) -> tuple[PlacedOp, ...]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.ipc
 
-from raymerge.checkpoints.header import FileLayout, weight_map_json
+from raymerge.checkpoints.components import directory_of
+from raymerge.checkpoints.header import FileLayout, shards_by_stem, weight_map_json
 from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.views import View
@@ -186,10 +187,22 @@ def save_plan(plan: Plan, directory: Path) -> None:
         store.write_atomic("manifest.json", f"{text}\n".encode())
 
 
-def index_bytes(plan: Plan) -> bytes:
-    shards = plan["shards"].column("name").to_pylist()
-    weight_map = {name: shards[shard] for name, shard in plan.columns("tensors", "name", "shard")}
-    return weight_map_json(weight_map, sum(plan["tensors"].column("nbytes").to_pylist()))
+def index_names(plan: Plan) -> Mapping[str, Sequence[str]]:
+    """Shards by the key of the index that names them, that of the model last; none of a single file."""
+    groups = shards_by_stem(plan["shards"].column("name").to_pylist())
+    return {
+        f"{stem}.safetensors.index.json": own for stem, own in reversed(tuple(groups.items())) if len(own) > 1
+    }
+
+
+def index_bytes(plan: Plan, key: str) -> bytes:
+    """Contents of one of ``index_names``."""
+    shards, own = plan["shards"].column("name").to_pylist(), frozenset(index_names(plan)[key])
+    directory = directory_of(key)
+    columns = plan.columns("tensors", "name", "shard", "nbytes")
+    named = [(name, shards[shard], nbytes) for name, shard, nbytes in columns if shards[shard] in own]
+    weight_map = {name.removeprefix(directory): file.removeprefix(directory) for name, file, _ in named}
+    return weight_map_json(weight_map, sum(nbytes for _, _, nbytes in named))
 
 
 def load_plan(directory: Path) -> Plan:

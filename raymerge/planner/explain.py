@@ -12,6 +12,7 @@ import numpy as np
 
 from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.files import REASONS, LeftOut
+from raymerge.checkpoints.header import MODEL_STEM, shards_by_stem
 from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Use
@@ -36,11 +37,22 @@ class SourceLine:
 
 
 @dataclass(frozen=True, slots=True)
+class PartLine:
+    """Weights of the output that lie beside the model's own."""
+
+    name: str
+    """Of its file, without the number where there are several."""
+    shards: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class OutputLine:
     tensors: int
     nbytes: int
     dtypes: tuple[str, ...]
     shards: tuple[str, ...]
+    parts: tuple[PartLine, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +276,13 @@ def _source_line(holder: Holding, gives_config: bool) -> SourceLine:
 def _output_line(plan: Plan) -> OutputLine:
     dtypes = _by_size(plan.columns("tensors", "dtype", "nbytes"))
     nbytes = sum(plan["shards"].column("nbytes").to_pylist())
-    return OutputLine(len(plan["tensors"]), nbytes, dtypes, tuple(weight_files(plan)))
+    sizes, groups = weight_files(plan), shards_by_stem(plan["shards"].column("name").to_pylist())
+    parts = [
+        PartLine(f"{stem}.safetensors", len(names), sum(sizes[name] for name in names))
+        for stem, names in groups.items()
+        if stem != MODEL_STEM and planned_layout(plan) is None
+    ]
+    return OutputLine(len(plan["tensors"]), nbytes, dtypes, tuple(sizes), tuple(parts))
 
 
 def _by_size(tensors: Iterable[tuple[str, int]]) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     config = checkpoint.config
     rules = rules_of(config)
-    all_stacks = stacks(checkpoint.tensors, config)
+    all_stacks = stacks(checkpoint.model_tensors, config)
     reader = NameReader(rules, stacks=all_stacks)
     infos = {name: reader.describe(name) for name in checkpoint.tensors}
     tensors = checkpoint.tensors.values()
@@ -131,7 +131,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     quantised, faults = quantised_groups(checkpoint)
     tables = (each for each in quantisation_tables(config) if isinstance(each, Mapping))
     declared = (str(t.get("quant_method") or t.get("format") or "of unnamed kind") for t in tables)
-    pair, tie = tied_pair(checkpoint.tensors, config), None
+    pair, tie = tied_pair(checkpoint.model_tensors, config), None
     if pair is not None:
         tie = Tie(pair.head, pair.embedding, pair.declared, pair.head in checkpoint.tensors)
     return Inspection(

@@ -193,6 +193,7 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
         root=str(root),
         config=plan.manifest["config"],
         tensors=planned_tensors(plan),
+        components=given.components,
         files=tuple(planned_file(*shard) for shard in shards),
         companions=tuple(sorted({*copied, *written})),
         notes=(),

@@ -23,14 +23,13 @@ from typing import Any, Literal
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
-from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.json_files import json_bytes
 from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.documents.positions import yaml_text
 from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.plan import weight_files
-from raymerge.merge_plan.tables import Plan, index_bytes
+from raymerge.merge_plan.tables import Plan, index_bytes, index_names
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import Prepared, Source, holdings
 from raymerge.publish.record import RECORD
@@ -98,15 +97,12 @@ def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) 
         files["config.json"] = json_bytes(config)
     elif own is not None and config:
         files["config.json"] = donor.read("config.json", 0, own.nbytes)
-    shards = plan["shards"].column("name").to_pylist()
-    if len(shards) > 1:
-        files[INDEX_FILE] = index_bytes(plan)
-    return files
+    return files | {key: index_bytes(plan, key) for key in index_names(plan)}
 
 
 def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
     """Every file of a finished checkpoint but the record of its run."""
-    index = [INDEX_FILE] if len(plan["shards"]) > 1 else []
+    index = index_names(plan)
     config = ["config.json"] if plan.manifest["config"] else []
     donor_files = kept_companions(plan, companions)
     return frozenset((*weight_files(plan), *index, *config, "README.md", *donor_files, *written_files(plan)))

@@ -60,7 +60,10 @@ EXPORT = FileRule(
 )
 VARIANT = FileRule(
     "variant in another precision",
-    files=("model.fp[0-9]*.safetensors*", "model.bf16*.safetensors*", "model-*.fp[0-9]*.safetensors"),
+    files=(
+        *("model.fp[0-9]*.safetensors*", "model.bf16*.safetensors*", "model-*.fp[0-9]*.safetensors"),
+        "diffusion_pytorch_model.fp[0-9]*.safetensors*",
+    ),
 )
 BY_NAME = (HIDDEN, TRAINING, ORIGINAL, EXPORT, VARIANT)
 """Rules that need only a file's name; the first match counts."""

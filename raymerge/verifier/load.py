@@ -247,7 +247,7 @@ def load_checkpoint(
     verdict = LoadVerdict(name or str(root), version("transformers"))
     try:
         checkpoint = open_checkpoint(root, verdict.path)
-        verdict.tensors = len(checkpoint.tensors)
+        verdict.tensors = len(checkpoint.model_tensors)
         if checkpoint.is_raw:
             raise NotLoadableError("it has no config.json: it is tensors without a model")
         with quiet():
@@ -274,7 +274,7 @@ def _compare(verdict: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code:
     least = 0 if quantizer is None else _DECODED_NBYTES
     sizes = [prod(each.shape) * max(each.element_size(), least) for each in model.parameters()]
     verdict.needed_nbytes = sum(sizes) + _COPIES * max(sizes, default=0) + _OVERHEAD_NBYTES
-    fit = _fit_tensors(model, quantizer, checkpoint.tensors)
+    fit = _fit_tensors(model, quantizer, checkpoint.model_tensors)
     extra = _extra_predictors(checkpoint, fit.info.unexpected_keys)
     groups = (
         ("tensors that its class passes over", fit.passed_over),
@@ -291,7 +291,7 @@ def _compare(verdict: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code:
 def _extra_predictors(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     if not names:
         return set()
-    all_stacks = stacks(checkpoint.tensors, checkpoint.config)
+    all_stacks = stacks(checkpoint.model_tensors, checkpoint.config)
     reader = NameReader(rules_of(checkpoint.config), stacks=all_stacks)
     return {name for name in names if reader.describe(name).role is Role.MTP}
 

@@ -15,13 +15,14 @@ from raymerge.checkpoints.dcp.layout import SIDECARS, read_layout
 from raymerge.checkpoints.dcp.metadata import METADATA_FILE
 from raymerge.checkpoints.dcp.target import TargetLayout, ranges_beside
 from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD, RECORD_DIRECTORY, holds_weights
+from raymerge.checkpoints.header import MODEL_STEM, shards_by_stem
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.quantisation.encoding import SPELL_RIGHT
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.plan import planned_layout, weight_files
-from raymerge.merge_plan.tables import Plan, index_bytes, load_plan
+from raymerge.merge_plan.tables import Plan, index_bytes, index_names, load_plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.consistency import config_problems
 from raymerge.planner.inputs.served_scales import joined_scales, misread, misread_text, misspelt, scale_values
@@ -72,10 +73,10 @@ def verify_structure(place: Path | str) -> Verdict:
     except UserError as error:
         return Verdict(name, 0, 0, 0, False, error.problems, are_tensors_sound=False)
     problems = [*config_problems(checkpoint), *misread_problems]
-    num_files = len(checkpoint.files)
-    if INDEX_FILE not in files and checkpoint.chunks is None and num_files > 1:
+    shards = shards_by_stem(file.key for file in checkpoint.files).get(MODEL_STEM, ())
+    if INDEX_FILE not in files and checkpoint.chunks is None and len(shards) > 1:
         # A complete set of files can be read without an index, but loaders want one.
-        what = f"it has {num_files} weight files and no {INDEX_FILE}, so that no loader finds them."
+        what = f"it has {len(shards)} weight files and no {INDEX_FILE}, so that no loader finds them."
         remedy = "Copy the index from where the files come from, or merge again."
         problems.insert(0, Problem(name, what, remedy))
     if plan is not None:
@@ -83,7 +84,7 @@ def verify_structure(place: Path | str) -> Verdict:
             Problem(where, what, "Merge again.") for where, what in _contradictions(checkpoint, plan)
         )
     try:
-        beside = tuple(stray_weights(checkpoint) if plan is None else _file_problems(checkpoint, files, plan))
+        beside = () if plan is None else tuple(_file_problems(checkpoint, files, plan))
     except UserError as error:
         beside = error.problems
     return Verdict(
@@ -198,16 +199,15 @@ def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: 
         for key, digest in digests.items():
             if key != MODEL_CARD and not (key in copied and key not in (METADATA_FILE, *SIDECARS)):
                 yield from changed_file(store, key, digest, name)
-        index = files.get(INDEX_FILE)
-        if len(plan["shards"]) == 1 and index is not None:
-            yield Problem(f"{name}/{INDEX_FILE}", "the merge writes no such file.", "Take it away.")
-        elif index is not None and store.read(INDEX_FILE, 0, index.nbytes) != index_bytes(plan):
-            yield Problem(f"{name}/{INDEX_FILE}", "it is not the index that the plan makes.", _AGAIN)
+        for key in index_names(plan):
+            index = files.get(key)
+            if index is not None and store.read(key, 0, index.nbytes) != index_bytes(plan, key):
+                yield Problem(f"{name}/{key}", "it is not the index that the plan makes.", _AGAIN)
     for key, nbytes in copied.items():
         if key not in files or files[key].nbytes != nbytes:
             size = f"has {files[key].nbytes} bytes" if key in files else "is missing"
             yield Problem(f"{name}/{key}", f"it {size}, and the plan says {nbytes} bytes.", _AGAIN)
-    for key in files.keys() - {*weight_files(plan), CONFIG_FILE, INDEX_FILE, MODEL_CARD, *digests}:
+    for key in files.keys() - {*weight_files(plan), *index_names(plan), CONFIG_FILE, MODEL_CARD, *digests}:
         if key.startswith(f"{RECORD_DIRECTORY}/") or may_be_added(key):
             continue
         more = " Loaders that take every file of weights would read it." if holds_weights(key) else ""
@@ -261,14 +261,6 @@ def changed_copies(plan: Plan, place: str) -> Iterator[Problem]:
         if before.get(key) != digest:
             what = "what it holds beside the tensors of the model is not what was published."
             yield Problem(f"{shown(place)}/{key}", what, _AGAIN)
-
-
-def stray_weights(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Safetensors at the top of a checkpoint beside its weights, for checkpoints without a plan."""
-    for each in checkpoint.left_out:
-        if each.rule is None and "/" not in each.key and each.key.endswith(".safetensors"):
-            what = "is no part of the weights, and loaders that take every *.safetensors would read it."
-            yield Problem(f"{checkpoint.name}/{each.key}", what, "Take it away, or name it in the index.")
 
 
 def _digests(store: ReadStore, info: FileInfo | None) -> Mapping[str, str] | None:

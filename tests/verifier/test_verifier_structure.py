@@ -201,7 +201,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "model.safetensors",
     ),
-    "a second set": (_second_set, "copy.safetensors: the merge writes no such file"),
+    "a second set": (_second_set, "copy.safetensors: holds tensors that other weights"),
     "another total": (
         lambda root: _edit(
             root / INDEX,
@@ -269,7 +269,7 @@ def test_an_audit_goes_on_where_only_companions_were_changed(merged: Path) -> No
 def test_a_second_set_beside_weights_without_a_plan_is_found(plain: Path) -> None:
     assert verify(plain).problems == ()
     _second_set(plain)
-    assert "copy.safetensors: is no part of the weights" in _said(plain)
+    assert "copy.safetensors: holds tensors that other weights" in _said(plain)
 
 
 def test_an_absent_directory_is_a_verdict(tmp_path: Path) -> None:

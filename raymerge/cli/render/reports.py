@@ -114,6 +114,8 @@ def _plan_facts(explanation: Explanation) -> Iterator[tuple[str, str]]:
     dtypes = f", {', '.join(output.dtypes)}" if output.dtypes else ""
     yield "method", explanation.method
     yield "output", f"{counted(output.tensors, 'tensor')}, {format_size(output.nbytes)} in {shards}{dtypes}"
+    if output.parts:
+        yield "parts", "\n".join(f"{each.name}  {format_size(each.nbytes)}" for each in output.parts)
     yield "reads", "\n".join([format_size(explanation.read_bytes), *map(_again, explanation.again)])
     yield "writes", format_size(explanation.written_bytes)
     yield "segments", str(explanation.segments)

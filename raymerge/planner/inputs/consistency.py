@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raymerge.architectures.depth import count_mtp_layers
@@ -67,6 +67,7 @@ def config_problems(checkpoint: Checkpoint, weights: QuantisedWeights | None = N
     they are to be looked for."""
     if checkpoint.is_raw:
         return
+    checkpoint = replace(checkpoint, tensors=checkpoint.model_tensors)
     where = f"{checkpoint.name}/config.json"
     rules = rules_of(checkpoint.config)
     yield from value_problems(checkpoint.config, rules, where)

@@ -28,6 +28,7 @@ from raymerge.architectures.moe_targets import AddedTensor
 from raymerge.architectures.roles import Stack, TiedPair, module_finder, stacks, tied_pair
 from raymerge.architectures.rules import Rules, class_names, rules_of, text_path, text_section, value_at
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
+from raymerge.checkpoints.components import component_files, is_collection
 from raymerge.checkpoints.dcp.layout import listed_files
 from raymerge.checkpoints.dcp.store import ASSEMBLED_NBYTES
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
@@ -454,23 +455,26 @@ def open_reference(
     lookup: Lookup = USUAL,
     is_merged: bool = False,
     needs_weights: bool = True,
+    with_components: bool = False,
 ) -> Checkpoint:
     """Open the model that a reference names, without its adapter: a directory, Hub name, file or address.
 
     ``pickled`` allows pickled weights where there are no safetensors. ``is_merged``: all its weights are
     merged, so that a model with others is refused before it is fetched. ``needs_weights`` is false for a
-    donor of a tokenizer.
+    donor of a tokenizer. ``with_components``: weights beside the model's own are read too.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read."""
     if names_file(reference) and not is_remote(reference.path):
         return open_raw(reference.path, str(reference), revision=reference.revision, pickled=pickled)
     if is_merged:
-        refuse_unread(reference, pickled=pickled, lookup=lookup)
+        refuse_unread(reference, pickled=pickled, lookup=lookup, with_components=with_components)
     root = resolve_source(reference.path, reference.revision, pickled=pickled, lookup=lookup)
     if is_remote(root) and names_file(ModelReference(root)):
         return open_raw(root, str(reference), revision=None, pickled=pickled)
-    return open_checkpoint(root, str(reference), pickled=pickled, needs_weights=needs_weights)
+    return open_checkpoint(
+        root, str(reference), pickled=pickled, needs_weights=needs_weights, with_components=with_components
+    )
 
 
 def open_adapter_reference(
@@ -485,6 +489,12 @@ def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
     return all(recipe.pickled_weights == "read" for recipe in recipes)
 
 
+def models_with_components(recipes: Iterable[AnyRecipe]) -> frozenset[ModelReference]:
+    """Models of which weights are merged wherever they lie."""
+    merges = [each for each in recipes if isinstance(each, Recipe) and each.adapter is None]
+    return frozenset(reference for recipe in merges for _, reference in model_references(recipe))
+
+
 Opened = MutableMapping[tuple[object, ...], Checkpoint]
 """Models that several plans share, each opened once."""
 
@@ -493,15 +503,30 @@ def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL, opened: Opened | None =
     merged = {reference for _, reference in model_references(recipe)}
     pickled = pickles_read([recipe])
     donor = _tokenizer_alone(recipe)
+    whole = models_with_components([recipe])
 
     def open_one(reference: ModelReference) -> Checkpoint:
         needs = reference != donor or reference in merged
         is_merged = reference in merged
-        key = reference, pickled, is_merged, needs, lookup.fetches, *sorted(lookup.commits.items())
+        with_components = reference in whole
+        key = (
+            reference,
+            pickled,
+            is_merged,
+            needs,
+            with_components,
+            lookup.fetches,
+            *sorted(lookup.commits.items()),
+        )
         if opened is not None and key in opened:
             return opened[key]
         checkpoint = open_reference(
-            reference, pickled=pickled, lookup=lookup, is_merged=is_merged, needs_weights=needs
+            reference,
+            pickled=pickled,
+            lookup=lookup,
+            is_merged=is_merged,
+            needs_weights=needs,
+            with_components=with_components,
         )
         if opened is not None:
             opened[key] = checkpoint
@@ -643,14 +668,14 @@ def source_of(index: int, reference: ModelReference, checkpoint: Checkpoint) -> 
     if impossible:
         raise CheckpointError(impossible)
     # What has no config ties nothing: in a file of tensors a head is a tensor like any other.
-    pair = None if checkpoint.is_raw else tied_pair(checkpoint.tensors, checkpoint.config)
+    pair = None if checkpoint.is_raw else tied_pair(checkpoint.model_tensors, checkpoint.config)
     return Source(
         index=index,
         reference=reference,
         checkpoint=checkpoint,
         adapter=None,
         rules=rules,
-        stacks=stacks(checkpoint.tensors, checkpoint.config),
+        stacks=stacks(checkpoint.model_tensors, checkpoint.config),
         pair=pair,
         stored_head_is_embedding=_stored_head_is_embedding(checkpoint, pair),
     )
@@ -673,16 +698,21 @@ def _placed(problem: Problem, place: str) -> Problem:
 def unread_problem(where: str, keys: Sequence[str]) -> Problem:
     what = f"holds weights that are not merged, and that the result would lack: {shortlist(keys, 4)}."
     remedy = (
-        "Only the weights that model.safetensors or its index holds are read, and links to directories are "
-        "not followed. If the result can do without the others, move them into a directory whose name begins "
-        "with a dot, which is left out, or merge a copy that has none of them; small files that are none "
-        "can be copied to the output afterwards."
+        "Safetensors are merged wherever they lie in a model, for adapters and mixtures its own alone; links "
+        " to directories are not followed. If the result can do without the others, move them into a "
+        "directory whose name begins with a dot, which is left out, or merge a copy that has none of them; "
+        "small files that are none can be copied to the output afterwards."
     )
     return Problem(where, what, remedy)
 
 
 def refuse_unread(
-    reference: ModelReference, *, pickled: bool, lookup: Lookup, is_adapter: bool = False
+    reference: ModelReference,
+    *,
+    pickled: bool,
+    lookup: Lookup,
+    is_adapter: bool = False,
+    with_components: bool = False,
 ) -> None:
     """Refuse a model of the Hub by the names of its files, before any of its weights is fetched.
 
@@ -701,9 +731,15 @@ def refuse_unread(
         except (TransientError, UnreadableError):
             return
         except CheckpointError as error:
-            raise CheckpointError([_named(each, place, str(reference)) for each in error.problems]) from error
+            if not (with_components and is_collection(sizes)):
+                problems = [_named(each, place, str(reference)) for each in error.problems]
+                raise CheckpointError(problems) from error
+            # Its weights may all be in directories.
+            read = ()
     _, left_out = sort_files(sizes, read, is_adapter=is_adapter)
-    if unknown := [each.key for each in left_out if each.rule is None]:
+    components = component_files(left_out, pickled=pickled) if with_components else {}
+    merged = {key for keys in components.values() for key in keys}
+    if unknown := [each.key for each in left_out if each.rule is None and each.key not in merged]:
         raise CheckpointError(unread_problem(str(reference), unknown))
 
 

@@ -215,7 +215,8 @@ def _made(
 ) -> tuple[OpTables, Sequence[tuple[str, FileLayout]], Sequence[Segment]]:
     """The tables of what is made, its shards, and its segments."""
     findings = decided.findings
-    shards = place_shards(outputs, decided.recipe.shard_size if decided.layout is None else 0)
+    shard_size = decided.recipe.shard_size if decided.layout is None else 0
+    shards = place_shards(outputs, shard_size, donor.components)
     if findings.is_empty:
         findings.extend(config_problems(_planned(outputs, shards, decided.config, donor), weights))
     ops = place_ops(outputs, shards)

@@ -182,12 +182,28 @@ class Embeddings:
         source = aligned.span.lead.source
         if not self._counts(source, aligned.lead):
             return None
+        if aligned.lead.startswith(self._resolver.sources[source].checkpoint.directories):
+            self._refuse_below(aligned)
+            return None
         axis = self._axis(source, aligned.lead)
         if axis is not None:
             self._axes[aligned.output] = axis
         elif self._is_doubtful(source, aligned.lead):
             self._doubtful[aligned.output] = None
         return axis
+
+    def _refuse_below(self, aligned: Aligned) -> None:
+        """What lies below a model has the model's tokens, and keeps its rows."""
+        vocabulary, source = self._vocabulary, self._resolver.sources[aligned.span.lead.source]
+        rows = source.checkpoint.tensors[aligned.lead].shape[0]
+        if vocabulary is not None and (vocabulary.is_renumbered or vocabulary.num_rows != rows):
+            self._findings.tensor(
+                source.name,
+                "the recipe gives the model other tokens, and {count} tensors in directories below it that "
+                "have a row for each token would keep theirs",
+                "Keep the tokenizer as it is, or merge copies without these directories.",
+                example=aligned.output,
+            )
 
     def _counts(self, source: int, name: str) -> bool:
         model = self._resolver.sources[source]

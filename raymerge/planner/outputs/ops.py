@@ -74,7 +74,11 @@ class OutputEncoding(NamedTuple):
 
 class OutFormats:
     def __init__(
-        self, recipe: Recipe, logical: Sequence[LogicalTensors], main: Mapping[int, DType], findings: Findings
+        self,
+        recipe: Recipe,
+        logical: Sequence[LogicalTensors],
+        main: Mapping[int, Mapping[str, DType]],
+        findings: Findings,
     ) -> None:
         self._recipe = recipe
         self._logical = logical
@@ -170,7 +174,7 @@ class OutFormats:
         return info.part in parts and info.role is not Role.VISION
 
     def _is_multiplied(self, info: TensorInfo, lead: StoredTensor, source: int) -> bool:
-        if lead.dtype is DType.F32 and self._main[source] is not DType.F32:
+        if lead.dtype is DType.F32 and self._main_of(lead.name, source) is not DType.F32:
             return False
         is_weight = lead.name.endswith(_WEIGHT) or info.part is Role.EXPERT
         return is_weight and not info.is_bias and len(lead.shape) > 1 and min(lead.shape[-2:]) > 1
@@ -184,7 +188,13 @@ class OutFormats:
         chosen = self._wanted or asked
         if is_freed or (chosen is not None and not lead.dtype.is_mergeable):
             return OutputEncoding(chosen or DType.BF16)
-        return OutputEncoding(output_dtype(chosen, lead, role, self._main[source]))
+        return OutputEncoding(output_dtype(chosen, lead, role, self._main_of(lead.name, source)))
+
+    def _main_of(self, name: str, source: int) -> DType:
+        mains = self._main[source]
+        if len(mains) == 1:
+            return mains[""]
+        return mains[max((each for each in mains if name.startswith(each)), key=len)]
 
     def _quant_spec(self, aligned: Aligned, lead: StoredTensor, choice: FormatChoice) -> QuantSpec | None:
         source = aligned.span.lead.source

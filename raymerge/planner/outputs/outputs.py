@@ -9,7 +9,7 @@ from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale
 from raymerge.checkpoints.quantisation.encoding import PartNames, QuantisedWeight, QuantSpec, part_name
-from raymerge.checkpoints.source import main_dtype
+from raymerge.checkpoints.source import main_dtypes
 from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
@@ -110,12 +110,12 @@ class OutputBuilder:
         self._names = [source.name for source in resolver.sources]
         # A donor of a tokenizer may have no tensors.
         with_tensors = (each for each in resolver.sources if each.checkpoint.tensors)
-        self._main = {source.index: main_dtype(source.checkpoint) for source in with_tensors}
+        mains = {source.index: main_dtypes(source.checkpoint) for source in with_tensors}
         self._plain = PlainNumbers(resolver.sources, findings)
         self._ops = OpMaker(resolver, self._plain, findings, self.dispositions)
         self.scales = ActivationScales(resolver.sources, self.dispositions)
         self.routing_tables = RoutingTables(resolver.sources, findings)
-        self.formats = OutFormats(recipe, resolver.logical, self._main, findings)
+        self.formats = OutFormats(recipe, resolver.logical, mains, findings)
         self._coded: dict[str, Aligned] = {}
         self.selectors = Selectors(recipe)
         chooses_by_name = recipe.out_format is not None and recipe.out_format.is_by_name

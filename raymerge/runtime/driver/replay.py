@@ -15,13 +15,19 @@ from typing import Any
 
 import xxhash
 
-from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD
+from raymerge.checkpoints.files import MODEL_CARD
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, files_at
 from raymerge.errors import CheckpointError, Problem, UserError, VerificationError, shortlist
 from raymerge.execute.receipts import op_digests
 from raymerge.merge_plan.plan import weight_files
-from raymerge.merge_plan.tables import Plan, load_plan
-from raymerge.planner.inputs.sources import Opener, holdings, open_reference, pickles_read
+from raymerge.merge_plan.tables import Plan, index_names, load_plan
+from raymerge.planner.inputs.sources import (
+    Opener,
+    holdings,
+    models_with_components,
+    open_reference,
+    pickles_read,
+)
 from raymerge.planner.merges import PlannedMerge, plan_merges
 from raymerge.publish import finish
 from raymerge.publish.chunks import output_store
@@ -100,7 +106,7 @@ def files_apart(output: Output, merge: PlannedMerge, recorded: finish.Provenance
             for key, content in finish.config_files(merge.plan, files, donor.config).items():
                 if not _holds(output.store, key, content):
                     yield output.problem(key, "it is not what the plan makes.")
-    for key in sorted(expected - {*weight_files(merge.plan), CONFIG_FILE, INDEX_FILE}):
+    for key in sorted(expected - {*weight_files(merge.plan), CONFIG_FILE, *index_names(merge.plan)}):
         if key not in recorded.files:
             yield output.problem(PROVENANCE_FILE, f"it has no digest of {key}, which such a merge writes.")
         elif recorded.files[key] != digests.get(key, recorded.files[key]):
@@ -169,6 +175,8 @@ class _SourceLookup:
     given: frozenset[str]
     revisions: Mapping[str, str]
     pickled: bool = True
+    whole: frozenset[ModelReference] = frozenset()
+    """Models of which weights are merged wherever they lie."""
 
 
 def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVerdict:
@@ -237,7 +245,7 @@ def _planned_again(
     where = f"{output.name}/{PROVENANCE_FILE}"
     # What lies in the current directory says nothing of what names meant where it was made.
     recipes = merge_order([parse_recipe(text, where) for text in recorded.recipes], exists=lambda _: False)
-    opener = _opener(replace(sources, pickled=pickles_read(recipes)))
+    opener = _opener(replace(sources, pickled=pickles_read(recipes), whole=models_with_components(recipes)))
     version = str(plan.manifest["raymerge"])
     steps = steps_directory(output.place)
     return plan_merges(recipes, steps, version=version, opener=opener, lookup=_CACHE)[-1]
@@ -253,7 +261,12 @@ def _opener(sources: _SourceLookup) -> Opener:
             return _open_by_name(reference, places.get(str(name)), sources)
         # What the user names may be asked for; what the record names is a stranger's word.
         lookup = USUAL if name in sources.given and is_remote(places[name]) else _CACHE
-        opened = open_reference(ModelReference(places[name]), pickled=sources.pickled, lookup=lookup)
+        opened = open_reference(
+            ModelReference(places[name]),
+            pickled=sources.pickled,
+            lookup=lookup,
+            with_components=reference in sources.whole,
+        )
         return replace(opened, name=str(reference))
 
     return open_one
@@ -268,7 +281,12 @@ def _open_by_name(reference: ModelReference, was: str | None, sources: _SourceLo
         pinned = ModelReference(was)
     is_local = os.path.exists(os.path.expanduser(reference.path))
     try:
-        opened = open_reference(reference if is_local else pinned, pickled=sources.pickled, lookup=_CACHE)
+        opened = open_reference(
+            reference if is_local else pinned,
+            pickled=sources.pickled,
+            lookup=_CACHE,
+            with_components=reference in sources.whole,
+        )
         return replace(opened, name=str(reference))
     except CheckpointError as error:
         place = (

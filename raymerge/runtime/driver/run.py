@@ -17,7 +17,6 @@ from types import FrameType, MappingProxyType
 from typing import Any, TypeAlias
 
 from raymerge import events
-from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE, Holding
 from raymerge.errors import (
     PROCESS_LIMIT,
@@ -34,7 +33,7 @@ from raymerge.execute.receipts import Receipt, op_digests
 from raymerge.execute.stored_scales import check_scales
 from raymerge.merge_plan.plan import planned_layout, weight_files
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
-from raymerge.merge_plan.tables import Plan
+from raymerge.merge_plan.tables import Plan, index_names
 from raymerge.options import RunOptions
 from raymerge.planner.explain import tensors_by_use
 from raymerge.planner.inputs.sources import Source, holdings, reads_far
@@ -514,7 +513,7 @@ class Run:
                 parents=parents_of(self._sources),
             )
             # Config and index come last, and the plan has all that is in them.
-            others = finished - {*weight_files(self._plan), CONFIG_FILE, INDEX_FILE}
+            others = finished - {*weight_files(self._plan), CONFIG_FILE, *index_names(self._plan)}
             copied = copied_digests(self._plan, str(self._staging.root))
             record = provenance(
                 self._plan,
