@@ -718,7 +718,7 @@ MUTATIONS = (
     Mutation("verifier/observations/damage.py", "is_far = is_weight[:, None] & (", "is_far = (", REPORT),
     Mutation("verifier/observations/damage.py", " & ~is_zero[:, own].any(1)", "", REPORT),
     Mutation("verifier/observations/facts.py", " or k in facts.moved or", " or", REPORT),
-    Mutation("verifier/structure.py", "and len(shards) > 1:", "and num_files > 9:", VERIFIER),
+    Mutation("verifier/structure.py", "and len(shards) > 1:", "and len(shards) > 9:", VERIFIER),
     Mutation("verifier/structure.py", "    if current != digest:", "    if not current:", VERIFIER),
     Mutation(
         "verifier/structure.py",
