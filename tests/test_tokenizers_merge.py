@@ -74,6 +74,15 @@ def test_a_union_matches_rows_by_token(tmp_path: Path) -> None:
     assert config["vocab_size"] == 6
 
 
+def test_a_draft_model_in_a_directory_would_keep_its_rows_and_is_refused(tmp_path: Path) -> None:
+    models = [_model(tmp_path / name, 1, words) for name, words in (("one", ONE), ("two", TWO))]
+    for model, words in zip(models, (ONE, TWO), strict=True):
+        _model(model / "draft", 3, words)
+    recipe = mean_of(*models, tokenizer_source="union")
+    with pytest.raises(PlanError, match=r"2 tensors in directories below it.*draft/lm_head\.weight"):
+        raymerge.plan(recipe).require()
+
+
 def test_padding_is_the_mean_of_all_rows(tmp_path: Path) -> None:
     one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
     tokenizer = {"source": "union", "pad_to_multiple_of": 8}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from raymerge.architectures.roles import TensorInfo, TiedPair, declared_tie
+from raymerge.architectures.roles import NameReader, TensorInfo, TiedPair, declared_tie
 from raymerge.architectures.rules import Role, text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
@@ -180,10 +180,10 @@ class Embeddings:
 
     def _look(self, aligned: Aligned) -> int | None:
         source = aligned.span.lead.source
-        if not self._counts(source, aligned.lead):
-            return None
         if aligned.lead.startswith(self._resolver.sources[source].checkpoint.directories):
             self._refuse_below(aligned)
+            return None
+        if not self._counts(source, aligned.lead):
             return None
         axis = self._axis(source, aligned.lead)
         if axis is not None:
@@ -195,8 +195,12 @@ class Embeddings:
     def _refuse_below(self, aligned: Aligned) -> None:
         """What lies below a model has the model's tokens, and keeps its rows."""
         vocabulary, source = self._vocabulary, self._resolver.sources[aligned.span.lead.source]
-        rows = source.checkpoint.tensors[aligned.lead].shape[0]
-        if vocabulary is not None and (vocabulary.is_renumbered or vocabulary.num_rows != rows):
+        if vocabulary is None:
+            return
+        own = next(each for each in source.checkpoint.directories if aligned.lead.startswith(each))
+        name, rows = aligned.lead.removeprefix(own), source.checkpoint.tensors[aligned.lead].shape[:1]
+        by_token = counts_tokens(name, NameReader(source.rules).describe(name))
+        if by_token and (vocabulary.is_renumbered or rows != (vocabulary.num_rows,)):
             self._findings.tensor(
                 source.name,
                 "the recipe gives the model other tokens, and {count} tensors in directories below it that "
