@@ -259,31 +259,16 @@ def open_checkpoint(
     problems: list[Problem] = []
     with open_store(str(root)) if opener is None else opener() as store:
         files = files_at(store)
-        others = unfetched_files(store.location("."), files)
-        is_at_top = not (with_components and is_collection({info.key for info in files}))
-        weights = attempt(
-            problems,
-            lambda: _read_weights(store, files, pickled=pickled, is_needed=needs_weights and is_at_top),
-        ) or _Weights((), ())
-        sidecars = () if weights.chunks is None else weights.chunks.sidecars
-        companions, left_out = _beside({CONFIG_FILE, *weights.keys}, files, others, sidecars)
-        beside = ReadComponents()
-        if with_components and weights.chunks is None and not problems:
-            own = [tensor.name for header in weights.headers for tensor in header.tensors]
-            beside = (
-                attempt(problems, lambda: read_components(store, files, left_out, own=own, pickled=pickled))
-                or ReadComponents()
-            )
+        weights, beside, companions, left_out = _read_headers(
+            store, files, problems, pickled=pickled, is_needed=needs_weights, with_components=with_components
+        )
         headers = (*weights.headers, *beside.headers)
-        if needs_weights and not (headers or problems):
-            problems.append(describe_no_weights([info.key for info in files], store.location(".")))
         config = attempt(
             problems, lambda: _read_config(store, files, pickled=pickled, may_lack=opener is not None)
         )
         hf_quant_config = attempt(problems, lambda: _read_hf_quant_config(store, files)) or {}
         tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
         shapes = attempt(problems, lambda: read_shapes(store, tensors))
-    left_out = tuple(each for each in left_out if each.key not in beside.keys)
     if not is_remote(str(root)):
         problems += stray_links(Path(root), companions)
         left_out += tuple(linked_directories(Path(root)))
@@ -316,6 +301,39 @@ class _Weights(NamedTuple):
     @property
     def keys(self) -> tuple[str, ...]:
         return (*(header.key for header in self.headers), *self.index_keys)
+
+
+_Files = tuple[_Weights, ReadComponents, tuple[str, ...], tuple[LeftOut, ...]]
+
+
+def _read_headers(
+    store: ReadStore,
+    files: Sequence[FileInfo],
+    problems: list[Problem],
+    *,
+    pickled: bool,
+    is_needed: bool,
+    with_components: bool,
+) -> _Files:
+    """The model's own weights, those beside it, the companions, and all other files; faults are added to
+    ``problems``."""
+    is_at_top = not (with_components and is_collection({info.key for info in files}))
+    weights = attempt(
+        problems, lambda: _read_weights(store, files, pickled=pickled, is_needed=is_needed and is_at_top)
+    ) or _Weights((), ())
+    sidecars = () if weights.chunks is None else weights.chunks.sidecars
+    others = unfetched_files(store.location("."), files)
+    companions, left_out = _beside({CONFIG_FILE, *weights.keys}, files, others, sidecars)
+    beside = ReadComponents()
+    if with_components and weights.chunks is None and not problems:
+        own = [tensor.name for header in weights.headers for tensor in header.tensors]
+        beside = (
+            attempt(problems, lambda: read_components(store, files, left_out, own=own, pickled=pickled))
+            or ReadComponents()
+        )
+    if is_needed and not (weights.headers or beside.headers or problems):
+        problems.append(describe_no_weights([info.key for info in files], store.location(".")))
+    return weights, beside, companions, tuple(each for each in left_out if each.key not in beside.keys)
 
 
 def _read_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool, is_needed: bool) -> _Weights:
