@@ -20,8 +20,8 @@ _WORDS = "(?:checkpoint|ckpt|iter|iteration|step)[-_=]?([0-9]+)"
 _STEP = re.compile(rf"(?:^|[^a-z]){_WORDS}(?![0-9.a-z])", re.IGNORECASE)
 """``checkpoint-500`` (transformers), ``iter_0000500`` (Megatron), ``step-500`` (torchtitan), ``step500``
 (OLMo), ``global_step500`` (DeepSpeed), ``model--loss=2.5-step=500-last`` (NeMo)."""
-_UNFINISHED = re.compile(r"(?:^|[^a-z])(?:tmp|incomplete|temp(?![-_=]?[0-9]))(?![a-z])", re.IGNORECASE)
-"""As ``tmp-checkpoint-500``; the ``temp`` of ``step-500-temp0.7`` is a temperature."""
+_UNFINISHED = re.compile(r"^\.|(?:^|[^a-z])(?:tmp|incomplete|temp(?![-_=]?[0-9]))(?![a-z])", re.IGNORECASE)
+"""As ``tmp-checkpoint-500``, or hidden until whole; the ``temp`` of ``step-500-temp0.7`` is a temperature."""
 _UNFINISHED_STEP = re.compile(_WORDS, re.IGNORECASE)
 
 

@@ -137,6 +137,7 @@ def test_names_that_trainers_write(name: str, tmp_path: Path) -> None:
         "step-70.tmp12",
         "temp_step-70",
         "step-70-incomplete",
+        ".checkpoint-70",
         "step-70e3",
         "step70k",
     ]
