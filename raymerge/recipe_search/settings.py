@@ -81,12 +81,15 @@ def read_settings(
     if block.get("evaluations") is None and evaluations is None and strategy not in BOUNDED:
         what = "nothing says how many candidates are evaluated."
         faults.append(Fault((), what, "Add evaluations: 40, or more for more parameters."))
+    if kind and settings is not None and not (block.get("metrics") or KINDS[kind].metrics(settings)):
+        what = "nothing says which metrics the score is made of."
+        faults.append(Fault((), what, "Add metrics: {TASK/acc: 1}, with a task's name and its metric."))
     faults = faults or [*strategy_faults(strategy, parameters, size)]
     if faults:
         raise FaultError(faults)
     bound = BOUNDED[strategy](parameters) if strategy in BOUNDED else MAX_EVALUATIONS
     most = min(evaluations or number or MAX_EVALUATIONS, bound)
-    weights = metrics or KINDS[kind].metrics
+    weights = metrics or KINDS[kind].metrics(settings)
     return SearchSettings(strategy, most, size, seed, weights, kind, settings, early)
 
 

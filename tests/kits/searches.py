@@ -57,7 +57,7 @@ def judging(
     return EvaluatorKind(
         key="command",
         read=lambda value: value,
-        metrics={"score": 1.0},
+        metrics=lambda _: {"score": 1.0},
         has_parts=True,
         fingerprint=str,
         open=lambda settings, merges, scratch: Judge(judge, seconds),  # noqa: ARG005

@@ -268,7 +268,17 @@ def test_trials_that_would_be_others_now_are_not_mixed_with_new_ones(tmp_path: P
                 "an evaluation by 'command' has no parts to stop after. Remove it.",
             ],
         ),
-        ({"evaluations": 5}, ["nothing says how a candidate is evaluated. Add one of: texts, command."]),
+        (
+            {"evaluations": 5},
+            ["nothing says how a candidate is evaluated. Add one of: texts, command, lm_eval."],
+        ),
+        (
+            {"evaluations": 5, "lm_eval": {"tasks": ["arc_easy"]}},
+            [
+                "nothing says which metrics the score is made of. "
+                "Add metrics: {TASK/acc: 1}, with a task's name and its metric."
+            ],
+        ),
     ],
 )
 def test_wrong_settings_are_refused(block: Mapping[str, Any], messages: Sequence[str]) -> None:

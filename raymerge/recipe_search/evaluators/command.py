@@ -145,7 +145,7 @@ def _is_number(value: object) -> bool:
 COMMAND = EvaluatorKind(
     key="command",
     read=read_command,
-    metrics={_SCORE: 1.0},
+    metrics=lambda _: {_SCORE: 1.0},
     has_parts=False,
     fingerprint=lambda settings: settings.run,
     open=CommandEvaluator,

@@ -44,8 +44,8 @@ class EvaluatorKind:
     """Of the ``search`` block, below which its settings stand."""
     read: Callable[[object], Any]
     """Settings, which travel pickled; raises FaultError with paths from the key on."""
-    metrics: Mapping[str, float]
-    """Weights of the metrics where the recipe has none."""
+    metrics: Callable[[Any], Mapping[str, float]]
+    """Weights of the metrics where the recipe has none; empty where it must have them."""
     has_parts: bool
     """Whether a candidate may be evaluated on a share."""
     fingerprint: Callable[[Any], object]

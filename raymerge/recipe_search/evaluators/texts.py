@@ -154,7 +154,7 @@ def _fingerprint(settings: TextsSettings) -> object:
 TEXTS = EvaluatorKind(
     key="texts",
     read=read_texts,
-    metrics={_MEAN: -1.0},
+    metrics=lambda _: {_MEAN: -1.0},
     has_parts=True,
     fingerprint=_fingerprint,
     open=TextsEvaluator,
