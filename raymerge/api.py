@@ -42,7 +42,7 @@ from raymerge.publish.finish import Provenance, read_record
 from raymerge.publish.hub_push import Pushed, PushTarget, push_checkpoint
 from raymerge.publish.output_place import place_of, steps_directory, sweep_steps
 from raymerge.publish.record import Journal
-from raymerge.recipe_search.job import Search, SearchJob, SearchOptions
+from raymerge.recipe_search.job import Search, SearchJob, SearchOptions, finish_search
 from raymerge.recipe_search.planning import PlannedSearch
 from raymerge.recipe_search.planning import plan_search as planned_search
 from raymerge.recipe_search.report import with_trials
@@ -705,7 +705,7 @@ def search(
 
     Raises:
         RecipeError, PlanError: as ``plan_search``.
-        SearchError: no candidate could be evaluated.
+        SearchError: no candidate could be evaluated, or the servers did not get the best one.
         TargetError: the output place is taken, or trials of another search are beside it.
         RaymergeError: as ``submit``."""
     chosen, emit = options or RunOptions(), on_event or (lambda _: None)
@@ -726,8 +726,11 @@ def search(
     run = MergeJob(plan_for(recipes, place, chosen), place, chosen, on_event=emit).run
     if run.is_published():
         emit(OutputKept(shown(str(place))))
-        return SearchResult(planned.search, run.published_result(), best, trials)
-    return SearchResult(planned.search, submit(recipes, place, chosen, on_event=emit), best, trials)
+        made = run.published_result()
+    else:
+        made = submit(recipes, place, chosen, on_event=emit)
+    finish_search(planned.search, text, directory, chosen)
+    return SearchResult(planned.search, made, best, trials)
 
 
 def conversion(

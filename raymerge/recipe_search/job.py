@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -23,6 +24,7 @@ from raymerge.recipe_search.evaluation import (
     RayEvaluations,
     Task,
 )
+from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, EvaluationError
 from raymerge.recipe_search.evaluators.table import KINDS
 from raymerge.recipe_search.settings import SearchSettings
 from raymerge.recipe_search.strategies import Strategy, make_strategy
@@ -66,9 +68,17 @@ class Search:
     """A digest of the models' headers."""
 
     @property
+    def block(self) -> Mapping[str, Any]:
+        """Of the recipe, without what no result depends on, such as addresses."""
+        kind, block = KINDS[self.settings.kind], dict(self.marked.documents[-1][MARK])
+        if kind.changes_nothing:
+            block[kind.key] = _without(block[kind.key], kind.changes_nothing)
+        return block
+
+    @property
     def identity(self) -> Mapping[str, str]:
         *before, last = self.marked.documents
-        block = {key: value for key, value in last[MARK].items() if key not in _CHANGE_NO_TRIAL}
+        block = _without(self.block, _CHANGE_NO_TRIAL)
         evaluation = KINDS[self.settings.kind].fingerprint(self.settings.evaluator)
         return {
             "recipe": _digest([*before, {**last, MARK: block}]),
@@ -77,8 +87,30 @@ class Search:
         }
 
 
+def _without(block: Mapping[str, object], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in block.items() if key not in keys}
+
+
 def _digest(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def finish_search(search: Search, text: str, directory: Path, options: RunOptions) -> None:
+    """What is to be done with the best candidate once it is published; ``text``: its recipe.
+
+    Raises SearchError: that failed; what a merge raises."""
+    kind, settings = KINDS[search.settings.kind], search.settings.evaluator
+    if kind.finish is None:
+        return
+    scratch = directory / _SCRATCH
+    try:
+        kind.finish(settings, CandidateMerges(options), scratch, text)
+    except EvaluationError as error:
+        what = f"the best candidate is published, and did not get to the servers: {error}."
+        where = search.marked.places.at((MARK, kind.key))
+        raise SearchError(Problem(where, what, "The same command tries again.")) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 class _TimeUpError(Exception):
@@ -202,16 +234,21 @@ class SearchJob:
 
     def _opened(self) -> Evaluations:
         settings, how = self._settings, self._search_options
+        places = KINDS[settings.kind].places(settings.evaluator)
+        count = places or how.evaluators
+        if places is not None and how.evaluators not in (1, places):
+            what = f"{how.evaluators} evaluators, where the recipe names {places} servers."
+            raise OptionError(Problem("--evaluators", what, "Leave it out: each server is one."))
         # As many however many evaluators there are: sums of floats depend on them.
         threads = self._options.threads or min(cores_here(), _MOST_THREADS)
         options = replace(self._options, threads=threads)
-        if options.memory is None and options.address is None and how.evaluators > 1:
-            options = replace(options, memory=free_memory() // 2 // how.evaluators)
+        if options.memory is None and options.address is None and count > 1:
+            options = replace(options, memory=free_memory() // 2 // count)
         scratch, here = str(self._directory / _SCRATCH), os.getcwd()
         spec = EvaluatorSpec(settings.kind, settings.evaluator, settings.metrics, options, scratch, here)
-        if how.evaluators == 1 and not how.evaluator_gpus and options.address is None:
+        if count == 1 and not how.evaluator_gpus and options.address is None:
             return InlineEvaluations(spec)
-        needs = ActorNeeds(how.evaluators, threads, how.evaluator_gpus)
+        needs = ActorNeeds(count, threads, how.evaluator_gpus)
         return RayEvaluations(spec, needs, options.address, on_event=self._on_event)
 
     def _task(self, number: int, values: Values, share: float) -> Task:

@@ -45,7 +45,7 @@ def _lines(search: Search, trials: Sequence[Trial]) -> Iterator[str]:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
     yield ""
     yield "searched by"
-    yield from yaml_text({MARK: _public(search.marked.block)}).splitlines()
+    yield from yaml_text({MARK: _public(search.block)}).splitlines()
     yield "among"
     yield from (f"{each.name}: {each.space.shown}" for each in search.marked.parameters)
 

@@ -263,14 +263,14 @@ def test_trials_that_would_be_others_now_are_not_mixed_with_new_ones(tmp_path: P
         (
             {"evaluations": 5, "command": "./e", "stop_early": {"share": 0.5}},
             [
-                "the command does not use {model}, the directory of the candidate. "
+                "the command does not use {model}, which is what it evaluates. "
                 "Write it as command: python evaluate.py {model}.",
                 "an evaluation by 'command' has no parts to stop after. Remove it.",
             ],
         ),
         (
             {"evaluations": 5},
-            ["nothing says how a candidate is evaluated. Add one of: texts, command, lm_eval."],
+            ["nothing says how a candidate is evaluated. Add one of: texts, command, server, lm_eval."],
         ),
         (
             {"evaluations": 5, "lm_eval": {"tasks": ["arc_easy"]}},

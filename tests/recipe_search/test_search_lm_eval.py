@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from kits.checkpoint_maker import tiny_llama
+from kits.inference_server import MODEL, SglangStandIn, served
 
 import raymerge
 from raymerge.documents.fields import FaultError
 from raymerge.errors import OptionError, SearchError
 from raymerge.recipe_search.evaluators.lm_eval import LmEvalSettings, metrics_of, read_lm_eval
 
+MODELS = Path(__file__).parents[2] / "configs" / "quickstart" / "models"
 INLINE = raymerge.RunOptions(inline=True, threads=1)
 
 
@@ -45,9 +47,13 @@ class LmEval(ModuleType):
         )
         if tasks == ["absent"]:
             raise KeyError("absent")
-        assert json.loads((Path(model_args["pretrained"]) / "config.json").read_text())
-        card = (Path(model_args["pretrained"]) / "README.md").read_text()
-        acc = float(card.partition("weight: ")[2].split()[0])
+        acc = 0.5
+        if model == "hf":
+            assert json.loads((Path(model_args["pretrained"]) / "config.json").read_text())
+            card = (Path(model_args["pretrained"]) / "README.md").read_text()
+            acc = float(card.partition("weight: ")[2].split()[0])
+        else:
+            assert (Path(model_args["tokenizer"]) / "tokenizer.json").exists()
         return {"results": {tasks[0]: {"alias": tasks[0], "acc,none": acc, "acc_stderr,none": "N/A"}}}
 
 
@@ -84,6 +90,20 @@ def test_tasks_judge_the_directory_of_each_candidate(lm_eval: LmEval, tmp_path: 
     assert (call["model"], call["tasks"], call["limit"], call["shots"]) == ("hf", ["arc_easy"], 20, 2)
     assert call["model_args"]["dtype"] == "float32"
     assert not Path(call["model_args"]["pretrained"]).exists()
+
+
+def test_tasks_judge_a_server(lm_eval: LmEval, tmp_path: Path) -> None:
+    made = recipe(tmp_path, {})
+    for model, name in zip(made["models"], ("english", "french"), strict=True):
+        model["model"] = str(MODELS / name)
+    with served(SglangStandIn(MODELS / "base")) as server:
+        settings = {"url": server.url, "engine": "sglang", "lm_eval": {"tasks": ["arc_easy"]}}
+        made["search"] |= {"server": settings, "evaluations": 1}
+        assert raymerge.search(made, tmp_path / "out", INLINE).best.metrics == {"arc_easy/acc": 0.5}
+        url = server.url
+    (call,) = lm_eval.calls
+    assert call["model"] == "local-completions"
+    assert (call["model_args"]["base_url"], call["model_args"]["model"]) == (f"{url}/v1/completions", MODEL)
 
 
 def test_what_lm_eval_raises_is_the_failure_of_candidates(lm_eval: LmEval, tmp_path: Path) -> None:

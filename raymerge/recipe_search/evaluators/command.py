@@ -29,7 +29,6 @@ from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, Evaluat
 
 _MODEL = "{model}"
 _KEYS = ("run", "timeout", "environment")
-_FORM = f"Write it as command: python evaluate.py {_MODEL}."
 _SCORE = "score"
 """The metric of a command that prints a number alone."""
 _SHOWN_LINES = 5
@@ -44,27 +43,29 @@ class CommandSettings:
     """Beside that of raymerge."""
 
 
-def read_command(value: object) -> CommandSettings:
+def read_command(value: object, subject: str = _MODEL) -> CommandSettings:
+    """``subject``: what the command must contain."""
+    form = f"Write it as command: python evaluate.py {subject}."
+
+    def read_run(value: object) -> str:
+        text = read_text(value)
+        if subject not in text:
+            raise refusal(f"the command does not use {subject}, which is what it evaluates.", form)
+        return text
+
     if isinstance(value, str):
-        return CommandSettings(_read_run(value))
+        return CommandSettings(read_run(value))
     if not isinstance(value, Mapping):
-        raise unexpected(value, "a text or a map", _FORM)
+        raise unexpected(value, "a text or a map", form)
     faults = [unknown_key(key, _KEYS) for key in value if key not in _KEYS]
-    run = attempt_key(_read_run, value, "run", faults)
+    run = attempt_key(read_run, value, "run", faults)
     if value.get("run") is None:
-        faults.append(Fault((), "the key 'run' is missing or empty.", _FORM))
+        faults.append(Fault((), "the key 'run' is missing or empty.", form))
     timeout = attempt_key(read_positive, value, "timeout", faults)
     environment = attempt_key(_read_environment, value, "environment", faults)
     if faults or run is None:
         raise FaultError(faults)
     return CommandSettings(run, timeout, environment or {})
-
-
-def _read_run(value: object) -> str:
-    text = read_text(value)
-    if _MODEL not in text:
-        raise refusal(f"the command does not use {_MODEL}, the directory of the candidate.", _FORM)
-    return text
 
 
 def _read_environment(value: object) -> Mapping[str, str]:
@@ -86,36 +87,35 @@ class CommandEvaluator:
         directory = self._scratch / "candidate"
         try:
             self._merges.write(text, directory)
-            return self._run(directory)
+            return run_command(self._settings, _MODEL, str(directory))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None: ...
 
-    def _run(self, directory: Path) -> Mapping[str, float]:
-        run = self._settings.run.replace(_MODEL, shlex.quote(str(directory)))
-        environment = {**os.environ, **self._settings.environment}
-        # In a session of its own: Ctrl-C is for us, and what the command started ends with it.
-        with subprocess.Popen(
-            run,
-            shell=True,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        ) as process:
-            try:
-                output, errors = process.communicate(timeout=self._settings.timeout)
-            except subprocess.TimeoutExpired as error:
-                seconds = f"{self._settings.timeout:g} s"
-                raise EvaluationError(f"the command took longer than {seconds}") from error
-            finally:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            raise EvaluationError(f"the command ended with {process.returncode}{_last_lines(errors)}")
-        return metrics_in(output.decode("utf-8", "replace"))
+
+def run_command(settings: CommandSettings, subject: str, value: str) -> Mapping[str, float]:
+    """The metrics that a command prints, with ``value`` in place of its subject; raises EvaluationError."""
+    # In a session of its own: Ctrl-C is for us, and what the command started ends with it.
+    with subprocess.Popen(
+        settings.run.replace(subject, shlex.quote(value)),
+        shell=True,
+        env={**os.environ, **settings.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=settings.timeout)
+        except subprocess.TimeoutExpired as error:
+            raise EvaluationError(f"the command took longer than {settings.timeout:g} s") from error
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise EvaluationError(f"the command ended with {process.returncode}{_last_lines(errors)}")
+    return metrics_in(output.decode("utf-8", "replace"))
 
 
 def _last_lines(output: bytes) -> str:

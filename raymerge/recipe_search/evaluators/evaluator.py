@@ -52,6 +52,12 @@ class EvaluatorKind:
     """Plain values that are others where the same settings evaluate otherwise."""
     open: Callable[[Any, CandidateMerges, Path], Evaluator]
     """With settings, what plans and merges, and a directory of its own for what it writes."""
+    places: Callable[[Any], int | None] = lambda _: None
+    """How many evaluators there are, where the settings say it."""
+    changes_nothing: tuple[str, ...] = ()
+    """Keys of its settings that no result depends on."""
+    finish: Callable[[Any, CandidateMerges, Path, str], None] | None = None
+    """Called with the best candidate's recipe text once it is published; raises EvaluationError."""
 
 
 class CandidateMerges:

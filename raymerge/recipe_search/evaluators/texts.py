@@ -84,13 +84,33 @@ def _read_files(value: object) -> Mapping[str, str]:
     return named
 
 
+class TextFiles:
+    """The files as tokens, read once for each tokenizer."""
+
+    def __init__(self, settings: TextsSettings) -> None:
+        self._settings = settings
+        self._texts: dict[str, tuple[Text, ...]] = {}
+
+    def read(self, source: Source, length: int | None) -> tuple[Text, ...]:
+        """``length``: tokens of a window."""
+        tokenizer = _tokenizer_digest(source.checkpoint.root)
+        if tokenizer not in self._texts:
+            reader = TextReader(source, length=length, num_tokens=self._settings.tokens)
+            self._texts[tokenizer] = reader.read([*self._settings.files.values()])
+        return self._texts[tokenizer]
+
+    def metrics(self, losses: Sequence[float]) -> Mapping[str, float]:
+        by_name = dict(zip(self._settings.files, map(_rounded, losses), strict=True))
+        return {_MEAN: _rounded(fmean(by_name.values())), **by_name}
+
+
 class TextsEvaluator:
     def __init__(self, settings: TextsSettings, merges: CandidateMerges, scratch: Path) -> None:
         self._settings, self._merges, self._scratch = settings, merges, scratch
         # What makes a candidate, what stays of it for the next, and what runs it have a third each.
         self._budget = (merges.options.memory or free_memory() // 2) // 3
         self._cache = OpCache(self._budget)
-        self._texts: dict[str, tuple[Text, ...]] = {}
+        self._files = TextFiles(settings)
         self._device = Fallback(choose_device(merges.options.device))
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(merges.options.threads or self._threads_before)
@@ -99,27 +119,17 @@ class TextsEvaluator:
         options = replace(self._merges.options, inline=True, workers=None, address=None, memory=self._budget)
         merges = self._merges.plan(parse_recipes(text), self._scratch / "candidate")
         with open_merge(merges, options, cache=self._cache) as source:
-            texts = [_first(each, share) for each in self._read(source)]
+            texts = [_first(each, share) for each in self._files.read(source, self._settings.length)]
 
             def measure(device: torch.device, _: str) -> Sequence[TextLoss]:
                 own = LossEvaluator(texts, budget=self._budget, spill=self._scratch, device=device)
                 return own.losses(source)
 
             losses = self._device.run(measure)
-        by_name = {name: _rounded(each.loss) for name, each in zip(self._settings.files, losses, strict=True)}
-        return {_MEAN: _rounded(fmean(by_name.values())), **by_name}
+        return self._files.metrics([each.loss for each in losses])
 
     def close(self) -> None:
         torch.set_num_threads(self._threads_before)
-
-    def _read(self, source: Source) -> tuple[Text, ...]:
-        """The texts as tokens, once for each tokenizer."""
-        tokenizer = _tokenizer_digest(source.checkpoint.root)
-        if tokenizer not in self._texts:
-            settings = self._settings
-            reader = TextReader(source, length=settings.length, num_tokens=settings.tokens)
-            self._texts[tokenizer] = reader.read([*settings.files.values()])
-        return self._texts[tokenizer]
 
 
 def _tokenizer_digest(root: str) -> str:
