@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem, first_line
 from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
-from raymerge.storage.local.store import as_bytes
 from raymerge.storage.remote import RemoteStore
 from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
-from raymerge.storage.store import NO_FILES, FileInfo, is_listed
+from raymerge.storage.store import NO_FILES, FileInfo, as_bytes, is_listed
 
 _PIECE_NBYTES = 4 << 20
 _NUMBERS = {FileNotFoundError: errno.ENOENT, NotADirectoryError: errno.ENOTDIR, PermissionError: errno.EACCES}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Self
 
 from raymerge.errors import CheckpointError
-from raymerge.storage.local.buffers import ALIGNMENT
-from raymerge.storage.local.mapping import PageMaps
 from raymerge.storage.retry import ends_before
-from raymerge.storage.store import FileInfo
+from raymerge.storage.store import FileInfo, UnmappedStore
 
 
-class MemoryStore:
+class MemoryStore(UnmappedStore):
     """Closing it does nothing: it may be opened any number of times."""
 
     is_far = False
@@ -40,11 +37,6 @@ class MemoryStore:
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
         return {key: self.info(key) for key in keys}
 
-    def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self.read_into(key, offset, memoryview(data))
-        return bytes(data)
-
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         info, end = self.info(key), offset + len(buffer)
         if info is None or end > info.nbytes:
@@ -55,36 +47,6 @@ class MemoryStore:
         elif buffer:
             self.fill(key, offset, buffer)
 
-    def read_extent(
-        self,
-        key: str,
-        offset: int,
-        nbytes: int,
-        buffer: memoryview,
-        *,
-        again: bool = False,  # noqa: ARG002 - it is in memory, or made anew
-        like: int | None = None,
-    ) -> int:
-        begin = (offset if like is None else like) % ALIGNMENT
-        self.read_into(key, offset, buffer[begin : begin + nbytes])
-        return begin
-
-    def map_extent(
-        self,
-        key: str,  # noqa: ARG002 - no file can be mapped
-        offset: int,  # noqa: ARG002
-        nbytes: int,  # noqa: ARG002
-        buffer: memoryview,  # noqa: ARG002
-        maps: PageMaps,  # noqa: ARG002
-    ) -> int | None:
-        return None
-
     def check_expected(self) -> None: ...
 
     def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -5,22 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from typing import Self
 
 from raymerge.errors import CheckpointError
 from raymerge.storage.addresses import shown
-from raymerge.storage.local.buffers import ALIGNMENT, buffer_nbytes
-from raymerge.storage.local.mapping import PageMaps
-from raymerge.storage.local.store import as_bytes
 from raymerge.storage.retry import RetryPolicy, ends_before, reading
-from raymerge.storage.store import Buffer, FileInfo, location_below
+from raymerge.storage.store import Buffer, FileInfo, UnmappedStore, as_bytes, location_below
 
 
-class RemoteStore(ABC):
+class RemoteStore(UnmappedStore):
     """Files on a server: ``ReadStore`` without ``files``, ``info``, ``read_into`` and ``close``.
 
     Pickles as its place and the expected files."""
@@ -42,64 +38,17 @@ class RemoteStore(ABC):
     def is_far(self) -> bool:
         return True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    @abstractmethod
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """As ``ReadStore.read_into``."""
-
     @abstractmethod
     def info(self, key: str) -> FileInfo | None: ...
 
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
         return {key: self.info(key) for key in keys}
 
-    def check_expected(self) -> None:  # noqa: B027 - what follows is true of most
+    def check_expected(self) -> None:
         """Nothing to do: most stores check the version with every answer."""
 
     def location(self, key: str) -> str:
         return location_below(self._top, key)
-
-    def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self.read_into(key, offset, memoryview(data))
-        return bytes(data)
-
-    def read_extent(
-        self,
-        key: str,
-        offset: int,
-        nbytes: int,
-        buffer: memoryview,
-        *,
-        again: bool = False,
-        like: int | None = None,
-    ) -> int:
-        """As ``ReadStore.read_extent``; nothing is cached, so ``again`` has no effect."""
-        del again
-        view = as_bytes(buffer)
-        if view.nbytes < buffer_nbytes(nbytes):
-            raise ValueError(f"{view.nbytes} bytes of buffer are too few for {nbytes} to read")
-        begin = (offset if like is None else like) % ALIGNMENT
-        self.read_into(key, offset, view[begin : begin + nbytes])
-        return begin
-
-    def map_extent(
-        self,
-        key: str,  # noqa: ARG002
-        offset: int,  # noqa: ARG002
-        nbytes: int,  # noqa: ARG002
-        buffer: memoryview,  # noqa: ARG002
-        maps: PageMaps,  # noqa: ARG002
-    ) -> int | None:
-        return None
 
 
 NUM_THREADS = 4

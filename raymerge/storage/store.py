@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import posixpath
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, Self, TypeVar
 
+from raymerge.storage.local.buffers import ALIGNMENT, buffer_nbytes
 from raymerge.storage.local.mapping import PageMaps
 
 Buffer = bytes | bytearray | memoryview
@@ -106,6 +108,60 @@ class ReadStore(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+class UnmappedStore(ABC):
+    """What ``ReadStore`` has beside ``read_into`` and ``close``, where files are never mapped."""
+
+    @abstractmethod
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def read(self, key: str, offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self.read_into(key, offset, memoryview(data))
+        return bytes(data)
+
+    def read_extent(
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,  # noqa: ARG002 - nothing is cached
+        like: int | None = None,
+    ) -> int:
+        view = as_bytes(buffer)
+        if view.nbytes < buffer_nbytes(nbytes):
+            raise ValueError(f"{view.nbytes} bytes of buffer are too few for {nbytes} to read")
+        begin = (offset if like is None else like) % ALIGNMENT
+        self.read_into(key, offset, view[begin : begin + nbytes])
+        return begin
+
+    def map_extent(
+        self,
+        key: str,  # noqa: ARG002
+        offset: int,  # noqa: ARG002
+        nbytes: int,  # noqa: ARG002
+        buffer: memoryview,  # noqa: ARG002
+        maps: PageMaps,  # noqa: ARG002
+    ) -> int | None:
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    view = memoryview(buffer)
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 class Sink(Protocol):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,9 @@ import numpy.typing as npt
 from raymerge.checkpoints.dcp.chunk_map import ChunkMap
 from raymerge.checkpoints.dcp.layout import Layout, read_layout
 from raymerge.errors import TransientError, UserError
-from raymerge.storage.local.buffers import ALIGNMENT, address_of
+from raymerge.storage.local.buffers import address_of
 from raymerge.storage.local.mapping import PageMaps
-from raymerge.storage.store import FileInfo, ReadStore, WriteStore, map_reads
+from raymerge.storage.store import FileInfo, ReadStore, UnmappedStore, WriteStore, map_reads
 
 ASSEMBLED = ".assembled"
 """The file that is not there."""
@@ -90,7 +90,7 @@ def _blocks(run: Run, buffer: memoryview) -> Iterator[tuple[int, npt.NDArray[np.
         yield run.offset + row * run.width, part
 
 
-class AssemblingStore(ABC):
+class AssemblingStore(UnmappedStore):
     """As ``ReadStore``, over the store of the files, with one file more: its bytes are in chunks of the
     others."""
 
@@ -122,9 +122,7 @@ class AssemblingStore(ABC):
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
         if key not in self._keys:
             return self._files.read(key, offset, nbytes)
-        data = bytearray(nbytes)
-        self.read_into(key, offset, memoryview(data))
-        return bytes(data)
+        return super().read(key, offset, nbytes)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         if key not in self._keys:
@@ -133,41 +131,11 @@ class AssemblingStore(ABC):
         runs = list(self._runs(offset, buffer.nbytes))
         map_reads(self._files, lambda run: fill(self._files, run, buffer), runs)
 
-    def read_extent(
-        self,
-        key: str,
-        offset: int,
-        nbytes: int,
-        buffer: memoryview,
-        *,
-        again: bool = False,  # noqa: ARG002 - it is put together anew
-        like: int | None = None,
-    ) -> int:
-        begin = (offset if like is None else like) % ALIGNMENT
-        self.read_into(key, offset, buffer[begin : begin + nbytes])
-        return begin
-
-    def map_extent(
-        self,
-        key: str,  # noqa: ARG002 - its bytes are never together
-        offset: int,  # noqa: ARG002
-        nbytes: int,  # noqa: ARG002
-        buffer: memoryview,  # noqa: ARG002
-        maps: PageMaps,  # noqa: ARG002
-    ) -> int | None:
-        return None
-
     def check_expected(self) -> None:
         self._files.check_expected()
 
     def close(self) -> None:
         self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def chunks_of(self, name: str) -> TensorChunks:
         known = self._chunks.get(name)

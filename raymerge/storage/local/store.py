@@ -31,7 +31,7 @@ from raymerge.storage.local.buffers import (
 )
 from raymerge.storage.local.copying import RangeCopier, inner_blocks, share_extents
 from raymerge.storage.local.mapping import MAP_LEAST, PageMaps
-from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, location_below
+from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, as_bytes, location_below
 from raymerge.units import format_size
 
 
@@ -158,12 +158,6 @@ def write_direct(descriptor: int, offset: int, view: memoryview) -> int:
     while done < len(view) and not done % ALIGNMENT:
         done += os.pwrite(descriptor, view[done : done + _DIRECT_MOST], offset + done)
     return done - done % ALIGNMENT
-
-
-def as_bytes(buffer: Buffer) -> memoryview:
-    view = memoryview(buffer)
-    # A view with a zero in its shape cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 _SAMPLES = 4

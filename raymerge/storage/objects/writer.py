@@ -16,7 +16,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from raymerge import errors
 from raymerge.storage.addresses import Place, parse_place, shown
-from raymerge.storage.local.store import as_bytes
 from raymerge.storage.objects.store import (
     ObjectClient,
     asking,
@@ -26,7 +25,7 @@ from raymerge.storage.objects.store import (
     server_message,
 )
 from raymerge.storage.retry import KEPT, RetryPolicy
-from raymerge.storage.store import Buffer, FileInfo
+from raymerge.storage.store import Buffer, FileInfo, as_bytes
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
