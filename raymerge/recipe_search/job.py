@@ -65,7 +65,7 @@ class Search:
     marked: MarkedRecipe
     settings: SearchSettings
     sources: str
-    """A digest of the models' headers."""
+    """A digest of the models."""
 
     @property
     def block(self) -> Mapping[str, Any]:

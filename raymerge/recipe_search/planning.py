@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import xxhash
 
 from raymerge.documents.fields import FaultError
 from raymerge.documents.positions import in_order
 from raymerge.errors import PlanError, Problem, RecipeError
 from raymerge.options import RunOptions
+from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.planner.merges import PlannedMerge
 from raymerge.recipe_search.evaluators.evaluator import CandidateMerges
 from raymerge.recipe_search.job import Search
@@ -17,6 +21,7 @@ from raymerge.recipe_search.settings import SearchSettings, read_settings
 from raymerge.recipes.load import MARK
 from raymerge.recipes.search import MarkedRecipe, Values, marked_problems
 from raymerge.recipes.sweep import joined_problems
+from raymerge.runtime.driver.versions import companion_versions, file_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,23 @@ def plan_search(
             problems.append(error.problems)
     if any(problems):
         raise PlanError(joined_problems([_shown(marked, values) for values in probes], problems))
-    search = Search(marked, settings, merges[0][-1].plan.digest)
+    search = Search(marked, settings, _models_digest([each for own in merges for each in own]))
     # What it evaluates by is read for it.
     assert search.identity
     return PlannedSearch(search, probes[0], marked.candidate(probes[0]).text, merges[0])
+
+
+def _models_digest(merges: Sequence[PlannedMerge]) -> str:
+    """Of what the merges read and copy, by the versions of the files."""
+    facts = [
+        (each.plan.digest, file_versions(holdings(each.sources)), companion_versions(_donor(each)))
+        for each in merges
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+
+
+def _donor(merge: PlannedMerge) -> Source:
+    return merge.sources[int(merge.plan.manifest["donor"])]
 
 
 def _settings(marked: MarkedRecipe, evaluations: int | None) -> SearchSettings:

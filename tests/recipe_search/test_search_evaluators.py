@@ -96,6 +96,21 @@ ROWS = [("1", "0", "0.3"), ("0", "-0.04", "0.1"), ("2", "-0.04", "0.5"), ("3", "
 """Trial, score and weight, best first: the score is minus the square of the weight's distance from 0.3."""
 
 
+@pytest.mark.parametrize("changed", ["a/model.safetensors", "b/model.safetensors", "c/model.safetensors"])
+def test_trials_of_models_with_other_weights_are_refused(
+    recipe: dict[str, Any], tmp_path: Path, changed: str
+) -> None:
+    tiny_llama(tmp_path / "c", 3, base=tmp_path / "a")
+    recipe["models"][1]["model"] = {"search": {"choices": [str(tmp_path / "b"), str(tmp_path / "c")]}}
+    before = raymerge.plan_search(recipe).search.identity
+    assert raymerge.plan_search(recipe).search.identity == before
+    weights = bytearray((tmp_path / changed).read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / changed).write_bytes(weights)
+    after = raymerge.plan_search(recipe).search.identity
+    assert [key for key in before if before[key] != after[key]] == ["models"]
+
+
 def test_the_place_is_looked_at_before_the_first_evaluation(recipe: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").touch()
