@@ -219,11 +219,12 @@ def test_the_last_line_of_a_command_is_its_metrics(printed: str, metrics: Mappin
     assert metrics_in(printed) == metrics
 
 
-def test_a_command_that_prints_no_number_is_told_so() -> None:
+@pytest.mark.parametrize("last", ["all done", "[" * 100_000, "1" * 400])
+def test_a_command_that_prints_no_number_is_told_so(last: str) -> None:
     with pytest.raises(EvaluationError) as failed:
-        metrics_in("1.5\nall done\n")
+        metrics_in(f"1.5\n{last}\n")
     assert str(failed.value) == (
-        "the last line that the command printed is 'all done', "
+        f"the last line that the command printed is {last[:100]!r}, "
         "and neither a number nor a JSON object of numbers"
     )
 

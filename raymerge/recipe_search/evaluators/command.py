@@ -128,7 +128,7 @@ def metrics_in(output: str) -> dict[str, float]:
     last = (output.strip().splitlines() or [""])[-1]
     try:
         value: Any = json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     given = value if isinstance(value, dict) else {_SCORE: value}
     metrics = {str(name): float(each) for name, each in given.items() if _is_number(each)}
@@ -139,7 +139,11 @@ def metrics_in(output: str) -> dict[str, float]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        # A whole number beyond all floats.
+        return False
 
 
 COMMAND = EvaluatorKind(
