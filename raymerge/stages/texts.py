@@ -123,7 +123,7 @@ class TextReader:
 
     def _read(self, path: str) -> Text:
         try:
-            content = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+            content = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise PlanError(Problem(path, f"cannot be read: {reason}.", "Name a file of text.")) from error
@@ -171,7 +171,8 @@ class TextReader:
             yield window
 
     def _conversations(self, path: str, content: str) -> Iterator[Window]:
-        for number, line in enumerate(content.splitlines(), start=1):
+        # Strings of JSON may have the other line breaks of Unicode in them.
+        for number, line in enumerate(content.split("\n"), start=1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"

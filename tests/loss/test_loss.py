@@ -264,6 +264,16 @@ def test_what_the_assistant_says_is_judged(tmp_path: Path, template: str) -> Non
     assert tokens_of(text)[1] == [10, 20, 21, 11, 12, 30, 31, 2]
 
 
+def test_neither_a_byte_order_mark_nor_line_breaks_within_strings_change_what_is_read(tmp_path: Path) -> None:
+    talk = json.dumps(
+        {"messages": [{"role": "user", "content": "w20"}, {"role": "assistant", "content": "w30 w31"}]}
+    )
+    lines = [talk.replace("w30 w31", f"w30{each}w31") for each in " \u2028\x85"]
+    path = written(tmp_path / "talk.jsonl", "\n".join(["\ufeff" + lines[0], *lines[1:]]))
+    (text,) = TextReader(talking(tmp_path / "model", PLAIN)).read([path])
+    assert judged_of(text) == [[30, 31, 2]] * 3
+
+
 def test_neither_a_line_break_behind_a_turn_nor_a_blank_before_an_answer_matters(tmp_path: Path) -> None:
     """Tokens with the blank before them, and a line break behind each turn."""
     template = (
