@@ -51,6 +51,8 @@ from raymerge.events import (
 from raymerge.merge_plan.memory import LEAST_BLOCK, project
 from raymerge.options import RunOptions
 from raymerge.publish.lease import StopRequest, myself
+from raymerge.runtime.driver import sweep_run
+from raymerge.runtime.driver.chained_merges import Disk
 from raymerge.runtime.driver.run import RunResult
 from raymerge.storage.local.store import LocalStore
 
@@ -265,7 +267,7 @@ def test_what_several_outputs_are_made_of_is_made_once(medium: Family, tmp_path:
     assert len(events.of(StepStarted)) == 2
 
 
-def test_equal_stages_of_outputs_are_made_once(tmp_path: Path) -> None:
+def test_equal_stages_of_outputs_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = make_family(tmp_path / "models")
     mixture = {
         "base_model": str(family.base),
@@ -276,11 +278,15 @@ def test_equal_stages_of_outputs_are_made_once(tmp_path: Path) -> None:
         "sweep": {"seed": [0, 7], "to": ["float16", "bfloat16"]},
     }
     path = _of_two_merges(family, tmp_path / "recipe.yml", mixture)
-    events = EventLog()
-    results = submit_sweep(path, tmp_path / "outs", INLINE, on_event=events)
+    events, disks = EventLog(), list[Disk]()
+    monkeypatch.setattr(sweep_run, "check_disk", lambda disk, *_, **__: disks.append(disk))
+    options = replace(INLINE, keep_intermediates=True)
+    results = submit_sweep(path, tmp_path / "outs", options, on_event=events)
     assert [len(event.names) for event in events.of(OutputsStarted)] == [4]
     assert len(events.of(StageStarted)) == 2
     assert _together(results) == _files_separately(path, tmp_path)
+    steps = (tmp_path / "outs" / ".raymerge.steps").rglob("*.safetensors")
+    assert disks[0].results == sum(each.stat().st_size for each in steps)
 
 
 def test_a_result_between_that_fails_is_not_tried_for_each_output(medium: Family, tmp_path: Path) -> None:

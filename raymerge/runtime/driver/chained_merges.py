@@ -181,22 +181,29 @@ def disk_nbytes(
     steps: Path,
     *,
     staging_of: Callable[[Stage], int],
+    counted: set[Path] | None = None,
 ) -> Disk:
     """Bytes beside what is taken by now, which includes what is made or begun. Intermediate results stay
     until the last merge is published. ``staging_of`` gives what a stage takes until its result is in place.
+    ``counted``: places of results that other outputs count. They are left out, and those of this one added.
     """
+    counted = set() if counted is None else counted
     stored = most = output = 0
     for merge in merges:
         for stage in merge.stages:
+            result = steps / stage.directory
             is_begun = any(steps.glob(f".{stage.directory}.raymerge-*"))
-            if not (is_begun or (steps / stage.directory).exists()):
+            if not (result in counted or is_begun or result.exists()):
                 most = max(most, stored + staging_of(stage))
                 stored += stage.layout.nbytes
-        nbytes = _missing_nbytes(merge, place_of(merge), steps)
+            counted.add(result)
+        place = place_of(merge)
+        nbytes = 0 if place in counted else _missing_nbytes(merge, place, steps)
         if merge is merges[-1]:
             output = nbytes
         else:
             stored += nbytes
+            counted.add(Path(place))
         most = max(most, stored)
     return Disk(most, stored, output)
 
@@ -417,10 +424,13 @@ class MergeJob:
             is_chosen = self._options.steps is not None
             check_disk(self.disk(), self._root, self._output, is_chosen=is_chosen)
 
-    def disk(self) -> Disk:
+    def disk(self, counted: set[Path] | None = None) -> Disk:
+        """``counted`` as in ``disk_nbytes``."""
         if not has_steps(self._merges):
             return Disk(0, 0, self.run.missing_bytes())
-        return disk_nbytes(self._merges, self._place, self._root, staging_of=self._staging_nbytes)
+        return disk_nbytes(
+            self._merges, self._place, self._root, staging_of=self._staging_nbytes, counted=counted
+        )
 
     def carry_out(self, pool: Pool, *, is_last: bool = True) -> RunResult:
         """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 from raymerge import events
@@ -361,10 +362,14 @@ class SweepJob:
             with noting(errors):
                 member.job.check()
         raise_any(errors)
-        disks = [member.job.disk() for member in missing]
+        counted: set[Path] = set()
+        disks = [member.job.disk(counted) for member in missing]
         if disks:
-            steps, results = (max(getattr(each, name) for each in disks) for name in ("steps", "results"))
-            whole = Disk(steps, results, sum(each.output for each in disks))
+            # What one output needs stays until all are published.
+            before = accumulate((each.results for each in disks), initial=0)
+            steps = max(stored + each.steps for stored, each in zip(before, disks, strict=False))
+            results, output = (sum(getattr(each, name) for each in disks) for name in ("results", "output"))
+            whole = Disk(steps, results, output)
             is_chosen, what = self._options.steps is not None, "all outputs together"
             check_disk(whole, self._root, missing[0].run.place, is_chosen=is_chosen, what=what)
 
