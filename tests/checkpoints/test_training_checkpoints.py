@@ -50,6 +50,7 @@ from raymerge.checkpoints.dcp.store import ChunkedStore
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, PlanError, RecipeError, TargetError
 from raymerge.events import Event, Started
+from raymerge.execute.receipts import UNFINISHED
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.merge_plan.memory import project
 from raymerge.planner.explain import explain
@@ -504,20 +505,30 @@ def test_resumed_after_a_kill_it_gives_the_same_bytes(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_lost_bytes_of_chunks_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_lost_bytes_of_chunks_are_made_again(
+    is_finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     roots = saved_with_state(tmp_path)
     recipe = mean_of(*roots, layout=str(roots[0]))
     merge(recipe, tmp_path / "whole")
 
-    def gone(*_: object) -> None:
+    def gone(*_: object, **__: object) -> None:
         raise Killed
 
-    monkeypatch.setattr("raymerge.publish.chunked_shards.ChunkedShards.complete", gone)
+    step = (
+        "runtime.driver.run.finish_companions"
+        if is_finished
+        else "publish.chunked_shards.ChunkedShards.complete"
+    )
+    monkeypatch.setattr(f"raymerge.{step}", gone)
     with pytest.raises(Killed):
         submit(recipe, tmp_path / "out", INLINE)
     monkeypatch.undo()
     (staging,) = tmp_path.glob(".out.raymerge-*")
-    for file in staging.glob("*.distcp.part"):
+    files = list(staging.glob("*.distcp*"))
+    assert all(file.suffix == (".distcp" if is_finished else UNFINISHED) for file in files)
+    for file in files:
         file.write_bytes(bytes(file.stat().st_size))
     submit(recipe, tmp_path / "out", INLINE)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
