@@ -148,6 +148,7 @@ def test_a_recipe_whose_stage_needs_files_is_refused_by_its_name(small: Family) 
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_stream_runs_inside_an_actor(small: Family, ray_cluster: Any, tmp_path: Path) -> None:
     recipe = recipes(small)["ties"]
 
