@@ -182,7 +182,8 @@ def _known(record: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, A
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions", "companions", "commits"):
+    keys = "recipe raymerge sources config numerics versions companions layout commits"
+    for key in keys.split():
         facts |= _flat(key, record.get(key))
     return facts
 

@@ -566,6 +566,24 @@ def test_state_that_is_changed_meanwhile_is_noticed(tmp_path: Path) -> None:
         submit(recipe, tmp_path / "out", INLINE, on_event=change)
 
 
+def test_a_run_does_not_go_on_with_another_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = saved_with_state(tmp_path)
+    state = roots[0] / "optimizer.pt"
+    state.write_bytes(b"before")
+    recipe = mean_of(*roots, layout=str(roots[0]))
+
+    def gone(*_: object, **__: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr("raymerge.runtime.driver.run.finish_companions", gone)
+    with pytest.raises(Killed):
+        submit(recipe, tmp_path / "out", INLINE)
+    monkeypatch.undo()
+    state.write_bytes(b"behind")
+    with pytest.raises(TargetError, match=r"layout > optimizer\.pt > 2 was"):
+        submit(recipe, tmp_path / "out", INLINE)
+
+
 def test_sweep_gives_each_output_the_layout(tmp_path: Path) -> None:
     roots = saved_with_state(tmp_path)
     recipe = mean_of(*roots, layout=str(roots[0]))
