@@ -205,6 +205,20 @@ def test_what_a_trainer_changed_counts_in_the_next_iteration(small: Family) -> N
     assert torch.equal(dict(stream)["model.norm.weight"], before + 1)
 
 
+def test_tensors_of_another_dtype_or_shape_than_when_planned_are_refused(small: Family) -> None:
+    live, name = _in_memory(small.base), "model.norm.weight"
+    tensors = dict(live.tensors)
+    recipe = {"merge_method": "passthrough", "models": [{"model": "live"}]}
+    models = {"live": raymerge.InMemoryModel(tensors, live.config)}
+    stream = raymerge.stream(recipe, INLINE, models=models)
+    planned = tensors.pop(name)
+    for now in (planned.float(), planned[:5], planned[None], None):
+        tensors |= {} if now is None else {name: now}
+        with pytest.raises(CheckpointError, match=rf"live/{name}: it was bfloat16 \[\d+\] when"):
+            list(stream)
+        tensors.pop(name, None)
+
+
 def test_tensors_without_a_config_are_merged_with_their_like() -> None:
     models = {
         each: raymerge.InMemoryModel({"w": torch.full((3, 5), 1.0 + n)}) for n, each in enumerate("abc")

@@ -83,6 +83,7 @@ class TensorStore(MemoryStore):
         self._header, self._places = layout.header, layout.tensors
         self._begins = [each.offset for each in layout.tensors]
         self._tensors = model.tensors
+        self._kinds = {key: _kind(each) for key, each in model.tensors.items()}
         own = OwnDirectory()
         weakref.finalize(self, own.remove)
         self.directory = own.path
@@ -92,6 +93,7 @@ class TensorStore(MemoryStore):
             path.write_bytes(content)
 
     def fill(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Raises CheckpointError: a tensor is not of the dtype and shape that it had."""
         del key
         target, end = np.frombuffer(buffer, np.uint8), offset + len(buffer)
         before = self._header[offset:end]
@@ -102,7 +104,19 @@ class TensorStore(MemoryStore):
             first, stop = max(place.offset, offset), min(place.offset + place.nbytes, end)
             if first < stop:
                 span = slice(first - place.offset, stop - place.offset)
-                target[first - offset : stop - offset] = _bytes(self._tensors[place.name], span)
+                target[first - offset : stop - offset] = _bytes(self._tensor(place.name), span)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor = self._tensors.get(name)
+        now = "gone" if tensor is None else _kind(tensor)
+        if tensor is None or now != self._kinds[name]:
+            what = f"it was {self._kinds[name]} when the merge was planned, and is {now}."
+            raise CheckpointError(Problem(self.location(name), what, "Plan the merge again."))
+        return tensor
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _bytes(tensor: torch.Tensor, span: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
