@@ -166,7 +166,7 @@ class TrialStore:
         before = dict(self._connection.execute("SELECT key, value FROM search").fetchall())
         others = [key for key in identity if before and before.get(key) != identity[key]]
         if others and not replace:
-            what = f"the trials here are of another search: its {' and '.join(others)} differ."
+            what = f"the trials here are of another search; what differs: {', '.join(others)}."
             remedy = "Choose another -o, or give --replace to begin anew."
             raise TargetError(Problem(str(self._directory), what, remedy))
         with self._connection:

@@ -23,6 +23,7 @@ REPORT = "cli/test_cli_report_page.py verifier/test_verifier_observations.py"
 TRANSPLANT = "transplant/test_transplant.py"
 STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
 JOINT = "execute/test_execute_joint.py"
+LOSS = "loss/test_loss.py"
 SEARCH = "recipe_search/test_search_job.py recipe_search/test_search_strategies.py"
 SWEEP = "runtime/test_runtime_sweep.py"
 PUSH = "publish/test_publish_hub_push.py"
@@ -856,6 +857,8 @@ MUTATIONS = (
     Mutation("recipe_search/strategies.py", "score >= self._score", "score > self._score", SEARCH),
     Mutation("recipe_search/trials.py", "elif before[0] != text:", "elif False:", SEARCH),
     Mutation("recipe_search/job.py", "store.forget(range(len(cut)))", "pass", SEARCH),
+    Mutation("recipe_search/job.py", "if first <= most:", "if True:", SEARCH),
+    Mutation("stages/texts.py", "tokens[: len(tokens) // step * step] or tokens", "tokens", LOSS),
     # What is pushed, and for whom to see
     Mutation("publish/hub_push.py", "private=not target.is_public", "private=target.is_public", PUSH),
     Mutation("publish/hub_push.py", 'startswith((f"{RECORD_DIRECTORY}/", "."))', 'startswith(".")', PUSH),

@@ -220,7 +220,7 @@ def test_trials_of_another_search_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(TargetError) as refused:
         job(other, tmp_path).carry_out()
     assert str(refused.value) == (
-        f"{tmp_path}: the trials here are of another search: its recipe differ. "
+        f"{tmp_path}: the trials here are of another search; what differs: recipe. "
         "Choose another -o, or give --replace to begin anew."
     )
     assert len(job(other, tmp_path, evaluations=4, replace_others=True).carry_out()) == 4
