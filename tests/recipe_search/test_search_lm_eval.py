@@ -49,6 +49,8 @@ class LmEval(ModuleType):
             raise KeyError("absent")
         acc = 0.5
         if model == "hf":
+            # Without a device lm-eval takes a GPU, also where there is none.
+            assert device is not None
             assert json.loads((Path(model_args["pretrained"]) / "config.json").read_text())
             card = (Path(model_args["pretrained"]) / "README.md").read_text()
             acc = float(card.partition("weight: ")[2].split()[0])

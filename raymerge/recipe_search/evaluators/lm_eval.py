@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from raymerge.device_numerics import choose_device
 from raymerge.documents.fields import (
     Fault,
     FaultError,
@@ -89,11 +90,11 @@ class LmEvalEvaluator:
     def evaluate(self, text: str, share: float) -> Mapping[str, float]:
         assert share == 1.0
         directory = self._scratch / "candidate"
-        device = self._merges.options.device
+        # Of itself it takes a GPU, also where there is none.
+        device = str(choose_device(self._merges.options.device))
         try:
             self._merges.write(text, directory)
-            arguments = {"pretrained": str(directory)}
-            return run_tasks(self._settings, "hf", arguments, device=None if device == "auto" else device)
+            return run_tasks(self._settings, "hf", {"pretrained": str(directory)}, device=device)
         finally:
             rmtree(directory, ignore_errors=True)
 
