@@ -117,7 +117,11 @@ def _directory(place: Path | str) -> Path:
     if is_remote(str(place)):
         what = "is no directory of this machine, from which files could be pushed."
         raise OptionError(Problem(shown(str(place)), what, "Copy it to one, and push that."))
-    return Path(place)
+    root = Path(place)
+    if not root.is_dir():
+        what = "there is no such directory."
+        raise CheckpointError(Problem(str(root), what, "Name one in which raymerge published a merge."))
+    return root
 
 
 def _is_pushed(key: str) -> bool:

@@ -197,6 +197,7 @@ def test_what_is_not_sound_is_not_pushed(hub: HubServer, recipe: Path) -> None:
     with pytest.raises(VerificationError):
         raymerge.push(recipe.parent / "out", REPOSITORY)
     run_command("push", str(MODELS / "code"), REPOSITORY, cwd=recipe.parent).check_refusal("is missing")
+    run_command("push", "nothing", REPOSITORY, cwd=recipe.parent).check_refusal("no such directory")
     assert not hub.repositories
 
 
