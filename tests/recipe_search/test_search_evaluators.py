@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import raymerge
 from raymerge.documents.fields import FaultError
 from raymerge.errors import PlanError, RecipeError, SearchError, TargetError
 from raymerge.events import Event, OutputKept, Published, TrialEvaluated
-from raymerge.recipe_search.evaluators.command import metrics_in
+from raymerge.recipe_search.evaluators import command
+from raymerge.recipe_search.evaluators.command import CommandSettings, metrics_in
 from raymerge.recipe_search.evaluators.evaluator import EvaluationError
 from raymerge.recipe_search.evaluators.texts import TextsSettings, read_texts
 from raymerge.recipe_search.trials import best_first
@@ -217,6 +219,26 @@ GRID = 3.01581
 )
 def test_the_last_line_of_a_command_is_its_metrics(printed: str, metrics: Mapping[str, float]) -> None:
     assert metrics_in(printed) == metrics
+
+
+def test_what_a_command_leaves_running_is_ended_and_not_waited_for() -> None:
+    settings = CommandSettings("sleep 600 & echo $! {model}; echo $!", timeout=20)
+    left = int(command.run_command(settings, "{model}", "m")["score"])
+    with pytest.raises(EvaluationError, match="ended with 3\nwhy"):
+        command.run_command(CommandSettings("echo why >&2; exit 3"), "{model}", "m")
+    assert is_gone(left)
+
+
+def is_gone(process: int) -> bool:
+    """Whether it has ended by the end of a while."""
+    for _ in range(3000):
+        try:
+            if Path(f"/proc/{process}/stat").read_text().split()[2] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 @pytest.mark.parametrize("last", ["all done", "[" * 100_000, "1" * 400])

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from raymerge.documents.fields import (
     Fault,
@@ -96,26 +97,33 @@ class CommandEvaluator:
 
 def run_command(settings: CommandSettings, subject: str, value: str) -> Mapping[str, float]:
     """The metrics that a command prints, with ``value`` in place of its subject; raises EvaluationError."""
-    # In a session of its own: Ctrl-C is for us, and what the command started ends with it.
-    with subprocess.Popen(
-        settings.run.replace(subject, shlex.quote(value)),
-        shell=True,
-        env={**os.environ, **settings.environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=settings.timeout)
-        except subprocess.TimeoutExpired as error:
-            raise EvaluationError(f"the command took longer than {settings.timeout:g} s") from error
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        raise EvaluationError(f"the command ended with {process.returncode}{_last_lines(errors)}")
-    return metrics_in(output.decode("utf-8", "replace"))
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        # Files, as a pipe has no end before everything that the command leaves running has ended. In a
+        # session of its own: Ctrl-C is for us, and what the command started ends with it.
+        with subprocess.Popen(
+            settings.run.replace(subject, shlex.quote(value)),
+            shell=True,
+            env={**os.environ, **settings.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        ) as process:
+            try:
+                process.wait(settings.timeout)
+            except subprocess.TimeoutExpired as error:
+                raise EvaluationError(f"the command took longer than {settings.timeout:g} s") from error
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            raise EvaluationError(f"the command ended with {process.returncode}{_last_lines(_read(errors))}")
+        return metrics_in(_read(output).decode("utf-8", "replace"))
+
+
+def _read(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 def _last_lines(output: bytes) -> str:
