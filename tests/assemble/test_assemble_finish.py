@@ -211,6 +211,7 @@ def test_what_a_card_says() -> None:
     text = card()
     assert front_matter(text) == {
         "base_model": ["org/base", "org/code", "org/french"],
+        "base_model_relation": "merge",
         "library_name": "transformers",
         "tags": ["merge", "raymerge"],
     }
@@ -227,7 +228,7 @@ def test_what_a_card_says() -> None:
     ("name", "shown"),
     [
         ("org/model", "org/model"),
-        ("../models/base", "../models/base"),
+        ("../models/base", "models/base"),
         ("/data/alice/models/base", "models/base"),
         ("/base", "base"),
         ("C:\\data\\models\\base", "models/base"),
