@@ -153,7 +153,13 @@ def _simulated_sweep(account: SweepAccount, cluster: Cluster) -> tuple[Simulated
     outputs = [account.places[number] for number in missing]
     budget = max((each.explanation.memory.budget for each in account.accounts), default=0)
     lanes = cluster.lanes or lanes_of(cluster.threads)
-    last = [project(each.merges[-1].plan, cluster.memory or budget, lanes=lanes) for each in outputs]
+    last = [
+        replace(
+            project(each.merges[-1].plan, cluster.memory or budget, lanes=lanes),
+            upload=account.accounts[number].explanation.memory.upload,
+        )
+        for number, each in zip(missing, outputs, strict=True)
+    ]
     check_memory(cluster, last)
     before = {merge.plan.digest: merge for each in outputs for merge in each.merges[:-1]}
     made: list[tuple[tuple[str, ...], list[Plan]]]
@@ -190,7 +196,7 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
         if len(merges) > 1:
             which = f", merge {number} of {len(merges)}{f': {name}' if name else ''}"
             is_made = name in made
-        explanation = _explained(merge, chosen, lacks if is_last else ())
+        explanation = _explained(merge, chosen, place if is_last else "", lacks if is_last else ())
         own_steps = steps if is_last else ""
         accounts.append(
             Account(merge, explanation, f"{title}{which}", is_made, steps=own_steps, is_in_process=is_here)
@@ -247,7 +253,7 @@ def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, titl
         last, lacks = each.merges[-1], tuple(place_problems(each.place, options, each.merges, root))
         which = f"{title}, output {number} of {len(outputs)}: {each.name}"
         is_made = isinstance(each.place, Path) and digest_at(each.place) == last.plan.digest
-        accounts.append(Account(last, _explained(last, chosen, lacks), which, is_made))
+        accounts.append(Account(last, _explained(last, chosen, each.place, lacks), which, is_made))
     values, every = [each.output.values for each in planned], [each.explanation for each in accounts]
     problems = joined_problems(values, [each.problems for each in every])
     return SweepAccount(
@@ -262,24 +268,32 @@ def explain_sweep(recipe: RecipesLike, output: str, options: RunOptions, *, titl
     )
 
 
-def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Problem]) -> Explanation:
+def _explained(
+    merge: PlannedMerge, options: RunOptions, place: Path | str, beside: Sequence[Problem]
+) -> Explanation:
     from raymerge.planner.explain import explain
     from raymerge.planner.inputs.sources import reads_far
     from raymerge.runtime.driver.chained_merges import stage_lines
 
-    memory, problems = _projection(merge.plan, options, is_far=reads_far(merge.sources))
+    memory, problems = _projection(merge.plan, options, place, is_far=reads_far(merge.sources))
     stages, lacks = stage_lines(merge, options)
     unique = dict.fromkeys((*problems, *lacks, *beside))
     return explain(merge.plan, merge.sources, memory, stages=stages, problems=tuple(unique))
 
 
-def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Projection, tuple[Problem, ...]]:
+def _projection(
+    plan: Plan, options: RunOptions, place: Path | str, *, is_far: bool
+) -> tuple[Projection, tuple[Problem, ...]]:
     """Peak memory under the budget, or under the least one that works together with the problem."""
     from raymerge.merge_plan.memory import SMALLEST_BUDGET, project
+    from raymerge.publish.object_shards import shard_orders, upload_bytes
     from raymerge.runtime.workers.sizing import fit_budget
+    from raymerge.storage.addresses import is_remote
 
+    is_uploaded = is_remote(str(place)) and not plan.problems
+    beside = upload_bytes(shard_orders(plan), options.scratch) if is_uploaded else 0
     try:
-        return fit_budget(plan, options, is_far=is_far), ()
+        return fit_budget(plan, options, beside=beside, is_far=is_far), ()
     except OptionError as error:
         least = project(plan, SMALLEST_BUDGET, lanes=1).least_budget
         return project(plan, least, lanes=1), error.problems

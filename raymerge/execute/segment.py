@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import psutil
@@ -53,6 +53,8 @@ from raymerge.storage.retry import KEPT
 from raymerge.storage.store import ReadStore, Sink
 
 _T = TypeVar("_T")
+MakeOutputs: TypeAlias = "Callable[[Sequence[int], torch.device, str], dict[int, Receipt]]"
+"""Makes a part of the plans with these numbers, on a device and with a note; gives the receipt of each."""
 _CODED_COLUMNS = 256
 """Some blocks of every format, or one where they are longer."""
 _CODES_OF_ELEMENT = 8
@@ -318,24 +320,28 @@ class SegmentRunner:
         Raises NonFiniteError: a source or a result holds NaN or infinity; CheckpointError: a source cannot be
         read as it was when the plan was made; DiskSpaceError: the staging directory's file system is full;
         IncompleteError: ``abort`` was called."""
-        sinks = dict(enumerate(self._stagings))
-        return self.on_device(lambda device, note: self.made(segment, device, note, sinks=sinks))[0]
+        return self.on_device(partial(self.staged, segment, (0,)))[0]
 
-    def run_jointly(self, segment: int, outputs: Sequence[int]) -> JointReceipt:
-        """Make one segment of these plans with one read. What some of them fail with is in the receipt, and
+    def staged(
+        self, segment: int, outputs: Sequence[int], device: torch.device, note: str
+    ) -> dict[int, Receipt]:
+        """Make a segment of these plans in their staging directories, as ``made`` does."""
+        return self.made(segment, device, note, sinks={each: self._stagings[each] for each in outputs})
+
+    def run_jointly(self, part: int, outputs: Sequence[int], make: MakeOutputs) -> JointReceipt:
+        """Have one part of these plans made with one read. What some of them fail with is in the receipt, and
         the others lose nothing by it; raises as ``run`` does what is wrong with all of them."""
         failures: dict[int, RaymergeError] = {}
         made: dict[int, Receipt] = {}
         while not made and len(failures) < len(outputs):
-            sinks = {number: self._stagings[number] for number in outputs if number not in failures}
-            make = partial(self.made, segment, sinks=sinks)
+            left = [number for number in outputs if number not in failures]
             try:
-                made = self.on_device(make)
+                made = self.on_device(partial(make, left))
             except OutputError as error:
                 failures |= dict.fromkeys(error.outputs, error.error)
         own = tuple(made.values())
         return JointReceipt(
-            segment=segment,
+            segment=part,
             read_bytes=sum(each.read_bytes for each in own),
             written_bytes=sum(each.written_bytes for each in own),
             seconds=max((each.seconds for each in own), default=0.0),
@@ -411,9 +417,9 @@ class SegmentRunner:
 
     def _ops(self, segment: int, numbers: Iterable[int], makings: Sequence[Making] | None) -> Sequence[OpJob]:
         jobs = [self._jobs[number] for number in numbers]
-        if makings is not None:
-            return jobs[0].these(makings)
-        return jobs[0].ops(segment) if len(jobs) == 1 else joint_ops(each.ops(segment) for each in jobs)
+        own = [each.ops(segment) if makings is None else each.these(makings) for each in jobs]
+        order = None if makings is None else [number for number, _ in makings]
+        return own[0] if len(own) == 1 else joint_ops(own, order)
 
     @contextmanager
     def _failing(self, *numbers: int) -> Iterator[None]:

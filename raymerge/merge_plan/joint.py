@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from raymerge.merge_plan.jobs import GatheredInput, Input, JobPart, OpJob, Variant
-from raymerge.merge_plan.plan import Ints, Plan, codes, digest, input_bytes, ints, lists
+from raymerge.merge_plan.plan import Ints, Plan, codes, digest, input_bytes, ints, lists, makers
 
 _READING = ("parts", "inputs", "scales", "gathers", "gather_inputs", "factors", "runs")
 _LAYOUT: Mapping[str, tuple[str, ...]] = {
@@ -20,11 +21,14 @@ _LAYOUT: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def joint_groups(plans: Sequence[Plan]) -> tuple[tuple[int, ...], ...]:
-    """The plans that can be carried out together, by position: their shards, segments and ops lie alike."""
+def joint_groups(plans: Sequence[Plan], *, in_order: bool = False) -> tuple[tuple[int, ...], ...]:
+    """The plans that can be carried out together, by position: their shards, segments and ops lie alike.
+    ``in_order``: shards are made from begin to end, so that also the same ops are made with others."""
     groups: dict[str, list[int]] = {}
     for number, plan in enumerate(plans):
         tables = {name: plan[name].select(columns) for name, columns in _LAYOUT.items()}
+        if in_order:
+            tables["makers"] = pa.table({"maker": makers(plan)})
         groups.setdefault(digest({}, tables), []).append(number)
     return tuple(map(tuple, groups.values()))
 
@@ -129,14 +133,16 @@ def equal_tensors(plans: Sequence[Plan]) -> tuple[int, int]:
     return int(is_equal.sum()), int(ints(first["tensors"], "nbytes")[is_equal].sum())
 
 
-def joint_ops(by_output: Iterable[Sequence[OpJob]]) -> list[OpJob]:
-    """The ops of one segment of several plans, in order: those that are made at one place, of inputs of which
-    one op's are all that is read, as one; all others as they are."""
+def joint_ops(by_output: Iterable[Sequence[OpJob]], order: Iterable[int] | None = None) -> list[OpJob]:
+    """The ops of one segment of several plans, in ``order`` of their numbers, None for ascending ones: those
+    that are made at one place, of inputs of which one op's are all that is read, as one; all others as they
+    are."""
     by_place: dict[int, list[OpJob]] = {}
     for ops in by_output:
         for op in ops:
             by_place.setdefault(op.index, []).append(op)
-    return [joint for index in sorted(by_place) for joint in _joined(by_place[index])]
+    numbers = sorted(by_place) if order is None else order
+    return [joint for index in numbers for joint in _joined(by_place[index])]
 
 
 def _joined(ops: Sequence[OpJob]) -> list[OpJob]:

@@ -552,6 +552,8 @@ class Projection:
     """Bytes of the budget that are no lane's: for writing what goes to several places."""
     beside: int = 0
     """Bytes that each lane takes besides its share of the budget, for what it asks of servers."""
+    upload: int = 0
+    """The part of ``beside`` that each plan takes for its own upload."""
     apart: int = 0
     """Bytes that a worker takes besides its lanes, to ask servers anything."""
     gpu_peak: int = 0
@@ -564,17 +566,22 @@ class Projection:
     @property
     def most_outputs(self) -> int:
         """Plans like this one that can be carried out together: beside what one needs, their buffers may have
-        half of a lane."""
-        return max(1, self._spare // LEAST_BLOCK)
+        half of a lane, and what is left of it when each has its upload."""
+        whole = (self.budget - self.shared) // self.lanes + self.upload
+        by_half = whole // (2 * LEAST_BLOCK + self.upload)
+        return max(1, min(by_half, (whole - self._least_share) // (LEAST_BLOCK + self.upload)))
 
     @property
-    def _spare(self) -> int:
-        each = (self.budget - self.shared) // self.lanes
-        return min(each // 2, each - max(SMALLEST_LANE, self.least_lane))
+    def _least_share(self) -> int:
+        return max(SMALLEST_LANE, self.least_lane)
 
     def together(self, outputs: int) -> Projection:
         """The projection of so many plans that need no more than this one; they take what they are given."""
-        return replace(self, outputs=outputs, peak=max(self.peak, self.budget)) if outputs > 1 else self
+        if outputs == 1:
+            return self
+        uploads = (outputs - 1) * self.upload
+        budget, more = self.budget - self.lanes * uploads, max(0, self.peak - self.budget)
+        return replace(self, outputs=outputs, budget=budget, peak=budget + more, beside=self.beside + uploads)
 
     @property
     def whole_peak(self) -> int:
@@ -598,7 +605,8 @@ class Projection:
         alone = Lane((self.budget - self.shared) // self.lanes)
         if self.outputs == 1:
             return alone
-        block = min(alone.write_bytes, _whole_pages(self._spare // self.outputs))
+        spare = min(alone.budget // 2, alone.budget - self._least_share)
+        block = min(alone.write_bytes, _whole_pages(spare // self.outputs))
         return Lane(alone.budget, self.outputs, max(LEAST_BLOCK, block))
 
 

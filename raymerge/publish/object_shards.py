@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,17 @@ import numpy as np
 from raymerge.deferred import torch
 from raymerge.errors import IncompleteError, OptionError, Problem, TransientError, VerificationError
 from raymerge.events import OnEvent, PartInHand, ShardDone
-from raymerge.execute.receipts import UNFINISHED, Receipt
-from raymerge.merge_plan.files_read import SourceFile, files_read
+from raymerge.execute.receipts import UNFINISHED, JointReceipt, Receipt
+from raymerge.merge_plan.files_read import SourceFile
 from raymerge.merge_plan.jobs import Making
+from raymerge.merge_plan.joint import joint_costs
+from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.plan import ints, makers
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.record import ATTEMPT, RECORD, Ledger
-from raymerge.publish.shards import SegmentsRunner, SegmentWork, file_numbers
+from raymerge.publish.shards import JointWork, SegmentsRunner, SegmentWork
 from raymerge.storage.local.store import LocalStore, check_disk_space
-from raymerge.storage.objects.writer import ObjectInfo, ObjectStream, ObjectWriter
+from raymerge.storage.objects.writer import ObjectInfo, ObjectStream, ObjectWriter, stream_bytes
 from raymerge.storage.retry import KEPT, RetryPolicy
 from raymerge.storage.temporary import OwnDirectory
 
@@ -69,17 +72,19 @@ def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[Sha
     return tuple(orders)
 
 
-def shard_reads(plan: Plan, orders: Sequence[ShardOrder]) -> tuple[frozenset[tuple[int, str]], ...]:
-    """Of each shard, the files it is made of, by source index and key."""
-    read = files_read(plan)
+def upload_bytes(orders: Sequence[ShardOrder], scratch: str | None) -> int:
+    """Bytes of memory that a lane takes beside its result to upload any of these shards."""
+    early = 0 if scratch is not None else 1
+    return max((early * each.early_bytes + stream_bytes(each.nbytes) for each in orders), default=0)
+
+
+def segments_read(plan: Plan, orders: Sequence[ShardOrder]) -> Iterator[list[int]]:
+    """Of each shard, the segments whose files it is made of."""
     firsts = ints(plan["segments"], "first_op")
-    files = []
     for order in orders:
         ops = np.asarray([op for _, makings in order.steps for op, _ in makings], dtype=np.int64)
         # Of an op that belongs to another shard, all files of its segment: that is where it is made.
-        made_in = np.unique(np.searchsorted(firsts, ops, side="right") - 1).tolist()
-        files.append(frozenset[tuple[int, str]]().union(*(read[segment] for segment in made_in)))
-    return tuple(files)
+        yield np.unique(np.searchsorted(firsts, ops, side="right") - 1).tolist()
 
 
 class _Queue:
@@ -244,11 +249,17 @@ _ATTEMPT = f"{RECORD}/{ATTEMPT}"
 
 @dataclass(frozen=True, slots=True)
 class ShardWork:
-    segments: SegmentWork
-    """Its staging directory is the driver's own."""
-    output: str
+    """Shards of one plan, or of several whose outputs lie alike, each made for all of them with one read."""
+
+    segments: SegmentWork | JointWork
+    """Their staging directories are the driver's own."""
+    outputs: tuple[str, ...]
+    """The place of each plan's shards."""
+    orders: tuple[tuple[ShardOrder, ...], ...]
+    """Of each plan; they differ in headers alone."""
     scratch: str | None
-    orders: tuple[ShardOrder, ...]
+    todo: Mapping[int, tuple[int, ...]] | None = None
+    """By shard, the numbers of the plans that it is to be made of; None for one plan alone."""
     part: ClassVar[str] = "shard"
 
     @property
@@ -265,29 +276,49 @@ class ShardWork:
         """None: a worker finds out whether it reaches the output place when it takes up the work."""
         return None
 
+    def segments_of(self, part: int) -> tuple[int, ...]:
+        return self.orders[0][part].segments
+
+    @staticmethod
+    def receipts_of(receipt: JointReceipt) -> tuple[Receipt, ...]:
+        made: dict[int, Receipt] = {}
+        for whole in receipt.by_output.values():
+            for own in segment_receipts(whole):
+                before = made.get(own.segment)
+                both = own if before is None else joined(before, own)
+                made[own.segment] = replace(both, seconds=own.seconds, retries=own.retries)
+        return tuple(made.values())
+
     def reads(self) -> tuple[frozenset[int], ...]:
-        return file_numbers(self.files, shard_reads(self.segments.plan, self.orders))
+        by_segment, nothing = self.segments.reads(), frozenset[int]()
+        own = segments_read(self.segments.works[0].plan, self.orders[0])
+        return tuple(nothing.union(*(by_segment[segment] for segment in each)) for each in own)
 
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Half of a lane's memory, or what the shard's segments need if that is more."""
-        own = self.orders[number].segments
+        own = self.segments_of(number)
         budgets = [self.segments.lessened(segment, budget) for segment in own]
         smaller = [each for each in budgets if each is not None]
         return max(smaller) if len(smaller) == len(budgets) > 0 else None
 
     def open(self, device: torch.device, name: str) -> ShardsRunner:
-        retry_policy = RetryPolicy()
-        writer, attempt_id = ObjectWriter(self.output, retry_policy=retry_policy), self.segments.attempt_id
+        retry_policy, works = RetryPolicy(), self.segments.works
+        if self.scratch is not None:
+            self._check_scratch(Path(self.scratch))
+        targets = [self._target(number, work.attempt_id, retry_policy) for number, work in enumerate(works)]
+        by_segment = joint_costs([work.plan for work in works])
+        orders = self.orders[0]
+        costs = tuple(sum(by_segment[segment] for segment in order.segments) for order in orders)
+        return ShardsRunner(self.segments.open(device, name), targets, costs, retry_policy, self.todo)
+
+    def _target(self, number: int, attempt_id: str, retry_policy: RetryPolicy) -> ShardTarget:
+        writer = ObjectWriter(self.outputs[number], retry_policy=retry_policy)
         guard = partial(check_attempt, writer, attempt_id)
         guard()
         into: Callable[..., ShardSink] = partial(ShardSink, writer)
         if self.scratch is not None:
-            self._check_scratch(Path(self.scratch))
             into = partial(ScratchSink, writer, scratch=self.scratch)
-        segments = self.segments.open(device, name)
-        by_segment = self.segments.plan["segments"].column("cost").to_pylist()
-        costs = tuple(sum(by_segment[segment] for segment in order.segments) for order in self.orders)
-        return ShardsRunner(segments, self.orders, costs, into, guard, attempt_id, retry_policy)
+        return ShardTarget(self.orders[number], partial(into, guard=guard), attempt_id)
 
     def _check_scratch(self, scratch: Path) -> None:
         """Raises unless this machine takes files there, for as many shards as it makes at once."""
@@ -296,34 +327,64 @@ class ShardWork:
         except OSError as error:
             what = f"nothing can be written there: {error.strerror}."
             raise OptionError(Problem(str(scratch), what, "Choose another --scratch.")) from error
-        largest = sorted((order.nbytes for order in self.orders), reverse=True)[: self.slots]
-        what = f"what one worker keeps until it is uploaded ({len(largest)} at a time)"
-        check_disk_space(scratch, sum(largest), what=what, option="--scratch")
+        largest = sorted((order.nbytes for order in self.orders[0]), reverse=True)[: self.slots]
+        count = len(largest) * len(self.outputs)
+        what = f"what one worker keeps until it is uploaded ({count} at a time)"
+        check_disk_space(scratch, sum(largest) * len(self.outputs), what=what, option="--scratch")
+
+
+def joint_work(
+    works: Sequence[SegmentWork | ShardWork], todo: Mapping[int, tuple[int, ...]], projection: Projection
+) -> JointWork | ShardWork:
+    """The works of plans that lie alike as one; ``todo``: by part, the numbers of the plans that lack it."""
+    shards = [each for each in works if isinstance(each, ShardWork)]
+    if not shards:
+        segments = tuple(each for each in works if isinstance(each, SegmentWork))
+        return JointWork(segments, todo, projection)
+    by_segment: dict[int, tuple[int, ...]] = {}
+    for part, numbers in todo.items():
+        for segment in shards[0].segments_of(part):
+            by_segment[segment] = tuple(sorted({*by_segment.get(segment, ()), *numbers}))
+    own = JointWork(tuple(work for each in shards for work in each.segments.works), by_segment, projection)
+    outputs = tuple(place for each in shards for place in each.outputs)
+    orders = tuple(own_orders for each in shards for own_orders in each.orders)
+    return ShardWork(own, outputs, orders, shards[0].scratch, todo)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardTarget:
+    """Where the shards of one plan go."""
+
+    orders: tuple[ShardOrder, ...]
+    sink: Callable[..., ShardSink]
+    attempt_id: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardsRunner:
     segments: SegmentsRunner
-    orders: tuple[ShardOrder, ...]
+    targets: Sequence[ShardTarget]
+    """Of each plan."""
     costs: tuple[int, ...]
-    """Of each shard, the bytes that its segments read and write."""
-    sink: Callable[..., ShardSink]
-    guard: Callable[[], None]
-    """Raises where nothing may be written any more."""
-    attempt_id: str
+    """Of each shard, the bytes that its segments read and write for all plans."""
     retry_policy: RetryPolicy
+    todo: Mapping[int, tuple[int, ...]] | None = None
     aborted: threading.Event = field(default_factory=threading.Event)
     done_bytes: dict[int, int] = field(default_factory=dict)
     """Of each shard in hand, those of its finished steps."""
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
-        """Make one shard; its receipt has only those of its segments, and the object's stamp.
+        """Make one shard; its receipt has only those of its segments, and the object's stamp; of several
+        plans there is one of each.
 
         Raises TransientError for a passing failure of the store. An upload cannot go back: the pool has the
-        shard made again, perhaps elsewhere."""
+        shard made again, perhaps elsewhere, and for the others where one plan fails it is made again, too."""
         runner = self.segments.fitting(budget)
+        make = partial(self._made, runner, number)
         try:
-            return runner.on_device(partial(self._made, runner, number))
+            if self.todo is None:
+                return runner.on_device(partial(make, (0,)))[0]
+            return self.segments.run_jointly(runner, number, self.todo[number], make)
         finally:
             self.done_bytes.pop(number, None)
 
@@ -332,7 +393,7 @@ class ShardsRunner:
         return tuple(self._shard_in_hand(number, segments) for number in tuple(self.done_bytes))
 
     def _shard_in_hand(self, number: int, segments: Mapping[int, PartInHand]) -> PartInHand:
-        order = self.orders[number]
+        order = self.targets[0].orders[number]
         step = next((segments[each] for each in order.segments if each in segments), None)
         done = self.done_bytes.get(number, 0) + (step.done_bytes if step is not None else 0)
         activity, tensor = (step.activity, step.tensor) if step is not None else ("writing", order.name)
@@ -347,25 +408,48 @@ class ShardsRunner:
     def close(self) -> None:
         self.segments.close()
 
-    def _made(self, runner: SegmentRunner, number: int, device: torch.device, note: str) -> Receipt:
-        order = self.orders[number]
-        stamp = stamp_of(self.attempt_id, device.type)
-        made: dict[int, Receipt] = {}
+    def _made(
+        self, runner: SegmentRunner, number: int, plans: Sequence[int], device: torch.device, note: str
+    ) -> dict[int, Receipt]:
+        targets = {plan: self.targets[plan] for plan in plans}
+        stamps = {plan: stamp_of(target.attempt_id, device.type) for plan, target in targets.items()}
+        made: dict[int, dict[int, Receipt]] = {plan: {} for plan in plans}
         self.done_bytes[number] = 0
-        with self.sink(order, stamp=stamp, guard=self.guard, goes_on=self._check_going) as sink:
-            for segment, makings in order.steps:
-                receipt = runner.made(segment, device, note, sinks={0: sink}, makings=makings)[0]
-                made[segment] = joined(made[segment], receipt) if segment in made else receipt
-                self.done_bytes[number] += receipt.read_bytes + receipt.written_bytes
+        with ExitStack() as opened:
+            sinks = {
+                plan: opened.enter_context(
+                    target.sink(target.orders[number], stamp=stamps[plan], goes_on=self._check_going)
+                )
+                for plan, target in targets.items()
+            }
+            for segment, makings in self.targets[0].orders[number].steps:
+                receipts = runner.made(segment, device, note, sinks=sinks, makings=makings)
+                for plan, receipt in receipts.items():
+                    own = made[plan]
+                    own[segment] = joined(own[segment], receipt) if segment in own else receipt
+                    self.done_bytes[number] += receipt.read_bytes + receipt.written_bytes
             # Before anybody can see it: a source may have been changed meanwhile.
             whole = self.segments.settled(Receipt(number, 0, 0, 0.0, "", {}, note=note))
-            sink.finish()
-        report = {"receipts": [each.to_json() for each in made.values()], "stamp": stamp}
-        return replace(whole, report=report)
+            for sink in sinks.values():
+                sink.finish()
+        return {
+            plan: replace(
+                whole, report={"receipts": [each.to_json() for each in own.values()], "stamp": stamps[plan]}
+            )
+            for plan, own in made.items()
+        }
 
     def _check_going(self) -> None:
         if self.aborted.is_set():
             raise IncompleteError("the shard was given up, since the run ends.")
+
+
+def segment_receipts(receipt: Receipt) -> list[Receipt]:
+    """Of a shard of one plan, those of its segments."""
+    own = [Receipt.from_json(each) for each in receipt.report["receipts"]]
+    if own and receipt.retries:
+        own[-1] = replace(own[-1], retries=receipt.retries)
+    return own
 
 
 def stamp_of(attempt_id: str, device: str) -> str:
@@ -436,9 +520,7 @@ class RemoteShards:
         made: list[Receipt] = []
         for receipt in batch:
             order, stamp = self.orders[receipt.segment], str(receipt.report["stamp"])
-            own = [Receipt.from_json(each) for each in receipt.report["receipts"]]
-            if own and receipt.retries:
-                own[-1] = Receipt.from_json({**own[-1].to_json(), "retries": receipt.retries})
+            own = segment_receipts(receipt)
             ledger.record_shard(order.name, stamp, own)
             self.stamps[order.name] = stamp
             made += own

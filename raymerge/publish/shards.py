@@ -32,7 +32,7 @@ from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo, Range, ReadStore, WriteStore
 
 if TYPE_CHECKING:
-    from raymerge.execute.segment import SegmentRunner
+    from raymerge.execute.segment import MakeOutputs, SegmentRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,10 @@ class SegmentWork:
     @property
     def place(self) -> Path:
         return self.staging
+
+    @property
+    def works(self) -> tuple[SegmentWork, ...]:
+        return (self,)
 
     def reads(self) -> tuple[frozenset[int], ...]:
         return file_numbers(self.files, files_read(self.plan))
@@ -124,6 +128,16 @@ class JointWork:
     @property
     def place(self) -> Path:
         return self.works[0].place
+
+    @staticmethod
+    def segments_of(part: int) -> tuple[int, ...]:
+        """The segments that a part is made of."""
+        return (part,)
+
+    @staticmethod
+    def receipts_of(receipt: JointReceipt) -> tuple[Receipt, ...]:
+        """Of the segments of a part, the sums of all plans."""
+        return (receipt,)
 
     def reads(self) -> tuple[frozenset[int], ...]:
         numbers = {(file.root, file.key): number for number, file in enumerate(self.files)}
@@ -242,13 +256,16 @@ class SegmentsRunner:
         runner = self.fitting(budget)
         if self._todo is None:
             return self.settled(runner.run(number))
-        return self.settled(self._run_jointly(runner, number, self._todo[number]))
+        make = partial(runner.staged, number)
+        return self.settled(self.run_jointly(runner, number, self._todo[number], make))
 
-    def _run_jointly(self, runner: SegmentRunner, number: int, plans: Sequence[int]) -> JointReceipt:
-        """A segment of these plans; one that has failed in another segment is left out. It is given up
-        anyhow, and a segment in which one fails is made again for the others."""
+    def run_jointly(
+        self, runner: SegmentRunner, part: int, plans: Sequence[int], make: MakeOutputs
+    ) -> JointReceipt:
+        """A part of these plans; one that has failed in another part is left out. It is given up anyhow, and
+        a part in which one fails is made again for the others."""
         before = {plan: self._failures[plan] for plan in plans if plan in self._failures}
-        receipt = runner.run_jointly(number, [plan for plan in plans if plan not in before])
+        receipt = runner.run_jointly(part, [plan for plan in plans if plan not in before], make)
         self._failures.update(receipt.failures)
         return replace(receipt, failures={**receipt.failures, **before})
 

@@ -34,12 +34,19 @@ from raymerge.publish import lease as leases
 from raymerge.publish import output_place
 from raymerge.publish import record as run_record
 from raymerge.publish.chunked_shards import ChunkedShards
-from raymerge.publish.object_shards import RemoteShards, ShardOrder, ShardWork, check_attempt, shard_orders
+from raymerge.publish.object_shards import (
+    RemoteShards,
+    ShardOrder,
+    ShardWork,
+    check_attempt,
+    shard_orders,
+    upload_bytes,
+)
 from raymerge.publish.record import sync_directory
 from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown
 from raymerge.storage.local.store import LocalStore, check_disk_space, nearest
-from raymerge.storage.objects.writer import LARGEST_OBJECT, ObjectWriter, stream_bytes, unconditional
+from raymerge.storage.objects.writer import LARGEST_OBJECT, ObjectWriter, unconditional
 from raymerge.storage.store import FileInfo, ReadStore
 from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
@@ -492,9 +499,7 @@ class RemoteStaging(_Staging):
 
     @property
     def beside_bytes(self) -> int:
-        orders = self._orders
-        early = (0 if self._scratch is not None else each.early_bytes for each in orders)
-        return max((k + stream_bytes(each.nbytes) for k, each in zip(early, orders, strict=True)), default=0)
+        return upload_bytes(self._orders, self._scratch)
 
     @cached_property
     def _orders(self) -> tuple[ShardOrder, ...]:
@@ -522,7 +527,7 @@ class RemoteStaging(_Staging):
         return self._shards
 
     def work(self, segments: SegmentWork) -> ShardWork:
-        return ShardWork(segments, str(self.place), self._scratch, self._orders)
+        return ShardWork(segments, (str(self.place),), (self._orders,), self._scratch)
 
     def publish(self, *, replace: bool) -> None:  # noqa: ARG002 - what was there is gone
         """Write all small files, and last the index, or the config where there is none. Raises

@@ -26,6 +26,7 @@ JOINT = "execute/test_execute_joint.py"
 LOSS = "loss/test_loss.py"
 SEARCH = "recipe_search/test_search_job.py recipe_search/test_search_strategies.py"
 SWEEP = "runtime/test_runtime_sweep.py"
+REMOTE_SWEEP = "runtime/test_runtime_sweep_remote.py"
 PUSH = "publish/test_publish_hub_push.py"
 
 
@@ -827,7 +828,7 @@ MUTATIONS = (
     Mutation(
         "execute/lane.py", "self._observed[op.output, each.index]", "self._observed[0, each.index]", JOINT
     ),
-    Mutation("execute/segment.py", "if number not in failures}", "}", JOINT),
+    Mutation("execute/segment.py", "if number not in failures]", "]", JOINT),
     Mutation(
         "merge_plan/segments.py",
         "target * op.num_elements // max(1, op.nbytes)",
@@ -836,7 +837,11 @@ MUTATIONS = (
     ),
     Mutation("publish/shards.py", "self._failures.update(receipt.failures)", "pass", JOINT),
     # Several outputs of one submission
-    Mutation("runtime/driver/sweep_run.py", "if n not in own)", ")", SWEEP),
+    Mutation("merge_plan/joint.py", "if in_order:", "if False:", REMOTE_SWEEP),
+    Mutation("merge_plan/memory.py", "(LEAST_BLOCK + self.upload)", "LEAST_BLOCK", REMOTE_SWEEP),
+    Mutation(
+        "runtime/driver/sweep_run.py", "begun.shards.parts(begun.receipts)", "begun.shards.parts({})", SWEEP
+    ),
     Mutation("runtime/driver/sweep_run.py", "isinstance(error, NonFiniteError) and", "False and", SWEEP),
     Mutation("runtime/driver/sweep_run.py", "numbers[at : at + most]", "numbers[at : at + 9]", SWEEP),
     Mutation("runtime/driver/sweep_run.py", "if event in self._before:", "if False:", SWEEP),

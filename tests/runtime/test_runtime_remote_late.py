@@ -41,7 +41,7 @@ from raymerge.options import RunOptions
 from raymerge.publish import lease as lease_module
 from raymerge.publish import object_shards, record
 from raymerge.publish.lease import LeaseHolder, LeaseObject, StopRequest, leased, myself
-from raymerge.publish.object_shards import ShardsRunner, shard_orders
+from raymerge.publish.object_shards import ShardOrder, ShardsRunner, ShardTarget, shard_orders
 from raymerge.publish.staging import RemoteStaging
 from raymerge.runtime.driver import run as run_module
 from raymerge.runtime.workers import pool
@@ -253,14 +253,14 @@ def test_a_shard_says_on_what_device_it_was_made(
                 raise torch.OutOfMemoryError("as the test has it")
             return {0: Receipt(segment, 1, 1, 0.1, "w", {}, note=note)}
 
+    def into(_: ShardOrder, *, stamp: str, **__: Any) -> Any:
+        return _Sink(told, stamp)
+
     segments = SimpleNamespace(fitting=lambda _: Failing(), settled=lambda receipt: receipt)
     runner = ShardsRunner(
         segments,  # type: ignore[arg-type]
-        shard_orders(plan(recipe)),
+        [ShardTarget(shard_orders(plan(recipe)), into, "mark")],
         (1,),
-        lambda order, *, stamp, **_: _Sink(told, stamp),  # type: ignore[return-value]  # noqa: ARG005
-        lambda: None,
-        "mark",
         RetryPolicy(),
     )
     receipt = runner.run(0)
@@ -291,11 +291,8 @@ def test_a_shard_in_hand_counts_the_steps_that_are_made_and_the_one_in_hand(reci
     )
     runner = ShardsRunner(
         segments,  # type: ignore[arg-type]
-        (order,),
+        [ShardTarget((order,), lambda *_, **__: Sink([], ""), "mark")],  # type: ignore[return-value]
         (40 * steps,),
-        lambda *_, **__: Sink([], ""),  # type: ignore[return-value]
-        lambda: None,
-        "mark",
         RetryPolicy(),
     )
     runner.run(0)
@@ -325,8 +322,8 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
 
     segments = SimpleNamespace(fitting=lambda _: Passing(), abort=lambda: None)
     writer, retry_policy = SimpleNamespace(stream=lambda *_, **__: stream), RetryPolicy()
-    into = partial(object_shards.ShardSink, writer)  # type: ignore[arg-type]
-    runner = ShardsRunner(segments, orders, (1,), into, lambda: None, "mark", retry_policy)  # type: ignore[arg-type]
+    into = partial(object_shards.ShardSink, writer, guard=lambda: None)  # type: ignore[arg-type]
+    runner = ShardsRunner(segments, [ShardTarget(orders, into, "mark")], (1,), retry_policy)  # type: ignore[arg-type]
     with pytest.raises(IncompleteError, match="since the run ends"):
         runner.run(0)
     assert sent == [0, 11]

@@ -48,7 +48,7 @@ from raymerge.publish.finish import (
     write_provenance,
 )
 from raymerge.publish.lease import Lease, StopRequest
-from raymerge.publish.object_shards import RemoteShards
+from raymerge.publish.object_shards import RemoteShards, ShardWork
 from raymerge.publish.output_place import MANIFEST, check_apart
 from raymerge.publish.record import NAME, RECORD, Journal, Ledger, agree_as_known, conditions_in, receipts_in
 from raymerge.publish.run_records import read_object, records_of
@@ -355,7 +355,7 @@ class Run:
         self.check_scales()
         with self.resumable(), ExitStack() as held:
             lease = self.hold(held)
-            pool.survey(self._staging.work(self.segment_work(pool)))
+            pool.survey(self.work(pool))
             begun = self.begin(pool, held, lease)
             self._make(pool, begun)
             return self.conclude(pool, begun)
@@ -458,7 +458,7 @@ class Run:
                 report_segment(receipt, costs[receipt.segment], self._on_event)
 
         todo = begun.shards.parts(begun.receipts)
-        work = self._staging.work(self.segment_work(pool))
+        work = self.work(pool)
         try:
             with versions.checking_sources(self._held):
                 self.is_stopped = do_parts(pool, work, todo, take, on_event=self._on_event, asked=self.asked)
@@ -483,10 +483,11 @@ class Run:
             above = errors.above(self._warn_encoding_error)
             self._on_event(events.EncodingErrorsFound(errors.roles, above, errors.proof))
 
-    def segment_work(self, pool: Pool) -> SegmentWork:
+    def work(self, pool: Pool) -> SegmentWork | ShardWork:
         roots, files = tuple(each.place for each in self._held), versions.source_files(self._held)
         place, attempt_id = self._staging.root, self._staging.attempt_id
-        return SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, attempt_id)
+        segments = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, attempt_id)
+        return self._staging.work(segments)
 
     def _finish(
         self,

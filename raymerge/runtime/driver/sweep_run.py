@@ -32,6 +32,7 @@ from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.lease import Lease, stop_request_at
+from raymerge.publish.object_shards import ShardWork, joint_work
 from raymerge.publish.output_place import sweep_steps
 from raymerge.publish.record import Journal
 from raymerge.publish.run_records import NO_FAILURE, SweepRecord
@@ -76,20 +77,19 @@ class ReadGroup:
 def read_groups(outputs: Sequence[OutputMerges], projections: Sequence[Projection]) -> tuple[ReadGroup, ...]:
     """Which outputs are made together, in the order in which they are made. ``projections`` are those of each
     one made alone."""
-    apart = [number for number, each in enumerate(outputs) if is_remote(str(each.place))]
     joined: dict[tuple[str, ...], list[int]] = {}
     for number, output in enumerate(outputs):
-        if number not in apart:
-            # Results before them of one name have one place.
-            joined.setdefault(tuple(each.plan.digest for each in output.merges[:-1]), []).append(number)
+        # Results before them of one name have one place.
+        joined.setdefault(tuple(each.plan.digest for each in output.merges[:-1]), []).append(number)
+    in_order = any(is_remote(str(each.place)) for each in outputs)
     groups: list[ReadGroup] = []
     for candidates in joined.values():
-        for positions in joint_groups([outputs[number].merges[-1].plan for number in candidates]):
+        plans = [outputs[number].merges[-1].plan for number in candidates]
+        for positions in joint_groups(plans, in_order=in_order):
             numbers = tuple(candidates[position] for position in positions)
             most = _neediest([projections[number] for number in numbers]).most_outputs
             why = "its tensors lie otherwise" if len(numbers) == 1 < len(outputs) else ""
             groups += (ReadGroup(numbers[at : at + most], why) for at in range(0, len(numbers), most))
-    groups += (ReadGroup((number,), "it goes to an object store") for number in apart)
     return tuple(groups)
 
 
@@ -205,14 +205,14 @@ class JointRun:
             with self._failing(member):
                 member.begun = member.run.begin(pool, member.held, lease)
 
-    def _work(self, pool: Pool, members: Sequence[_Member]) -> JointWork:
-        """The work of these outputs, each for the segments that it lacks."""
-        made = [() if each.begun is None else each.begun.receipts.keys() for each in members]
-        segments = range(len(self._plans[0]["segments"]))
-        lacking = {n: tuple(number for number, own in enumerate(made) if n not in own) for n in segments}
-        works = tuple(each.run.segment_work(pool) for each in members)
-        todo = {segment: numbers for segment, numbers in lacking.items() if numbers}
-        return JointWork(works, todo, self._projection(members))
+    def _work(self, pool: Pool, members: Sequence[_Member]) -> JointWork | ShardWork:
+        """The work of these outputs, each for the parts that it lacks once it is begun."""
+        todo: dict[int, list[int]] = {}
+        for number, begun in enumerate(each.begun for each in members):
+            for part in () if begun is None else begun.shards.parts(begun.receipts):
+                todo.setdefault(part, []).append(number)
+        lacking = {part: tuple(numbers) for part, numbers in todo.items()}
+        return joint_work([each.run.work(pool) for each in members], lacking, self._projection(members))
 
     @staticmethod
     def _projection(members: Sequence[_Member]) -> Projection:
@@ -221,10 +221,12 @@ class JointRun:
     def _make(self, pool: Pool, members: Sequence[_Member]) -> None:
         """Make what these outputs lack, and record it in the ledger of each."""
         work = self._work(pool, members)
-        every = joint_costs(self._plans)
-        costs = _costs([each.plan for each in work.works], work.todo)
-        parts = sorted(costs, key=lambda segment: (-costs[segment], segment))
-        done, done_bytes = len(every) - len(parts), sum(every) - sum(costs.values())
+        every, todo = joint_costs(self._plans), work.todo or {}
+        own = {segment: numbers for part, numbers in todo.items() for segment in work.segments_of(part)}
+        costs = _costs([member.run.plan for member in members], own)
+        by_part = {part: sum(costs[segment] for segment in work.segments_of(part)) for part in todo}
+        parts = sorted(by_part, key=lambda part: (-by_part[part], part))
+        done, done_bytes = len(every) - len(costs), sum(every) - sum(costs.values())
         how = pool.threads, pool.device_reason
         self._on_event(events.Started(pool.workers, pool.device, done, done_bytes, *how))
         for member in members:
@@ -239,7 +241,8 @@ class JointRun:
             for receipt in made:
                 for number, error in receipt.failures.items():
                     self._fail(members[number], error)
-                report_segment(receipt, costs[receipt.segment], self._on_event)
+                for segment in work.receipts_of(receipt):
+                    report_segment(segment, costs[segment.segment], self._on_event)
             if all(member.error is not None for member in members):
                 raise _NoneLeftError
 

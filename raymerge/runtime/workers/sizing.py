@@ -180,26 +180,27 @@ def fit_budget(plan: Plan, options: RunOptions, *, beside: int = 0, is_far: bool
         lanes = max(1, min(lanes, plan["shards"].num_rows))
     each, apart = (beside + FAR_LANE_BYTES, FAR_BYTES) if is_far else (beside, 0)
     budget = options.memory or usual_budget(options, free)
-    projection = _projected(plan, budget, lanes=lanes, beside=each, apart=apart)
+    how = {"beside": each, "upload": beside, "apart": apart}
+    projection = _projected(plan, budget, lanes, **how)
     if options.memory is None:
         least = projection.least_budget + each + apart
         spared = _spared(options, free, least, workers=num_workers(options))
         if spared > budget:
             budget = spared
-            projection = _projected(plan, budget, lanes=lanes, beside=each, apart=apart)
+            projection = _projected(plan, budget, lanes, **how)
     shortage = projection.shortage(given=budget)
     if shortage is not None:
         raise OptionError(shortage)
     return projection
 
 
-def _projected(plan: Plan, budget: int, *, lanes: int, beside: int, apart: int) -> Projection:
+def _projected(plan: Plan, budget: int, lanes: int, *, beside: int, upload: int, apart: int) -> Projection:
     """The projection with as many lanes as the budget holds, each with its memory for servers."""
     if not beside:
         return project(plan, budget, lanes=lanes)
     while True:
         projection = project(plan, max(1, budget - apart - lanes * beside), lanes=lanes)
-        projection = replace(projection, beside=beside, apart=apart)
+        projection = replace(projection, beside=beside, upload=upload, apart=apart)
         if lanes > 1 and projection.shortage() is not None:
             lanes -= 1
         elif projection.lanes < lanes:
