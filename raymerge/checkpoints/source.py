@@ -392,9 +392,8 @@ def main_dtype(checkpoint: Checkpoint) -> DType:
             ", ".join(sorted({tensor.dtype.value for tensor in checkpoint.tensors.values()})) or "nothing"
         )
         what = f"no tensor is of F16, BF16, F32 or F64; there is {stored}."
-        raise CheckpointError(
-            Problem(shown(checkpoint.root), what, "Take a checkpoint with unquantised weights.")
-        )
+        where = shown(checkpoint.root) if checkpoint.opener is None else checkpoint.name
+        raise CheckpointError(Problem(where, what, "Take a checkpoint with unquantised weights."))
     return main
 
 

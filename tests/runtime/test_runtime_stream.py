@@ -235,5 +235,8 @@ def test_tensors_that_no_file_could_hold_are_named(small: Family) -> None:
     with pytest.raises(CheckpointError) as caught:
         raymerge.stream(recipe, models={"live": raymerge.InMemoryModel(tensors, live.config)})
     assert [each.where for each in caught.value.problems] == ["live: a", "live: b"]
+    whole = raymerge.InMemoryModel({"w": torch.ones(3, dtype=torch.int8)})
+    with pytest.raises(PlanError, match=r"^live: no tensor is of F16, BF16, F32 or F64; there is I8"):
+        raymerge.stream(recipe, models={"live": whole})
     with pytest.raises(PlanError, match=r"no recipe names a model 'lives'\. Did you mean 'live'"):
         raymerge.stream(recipe, models={"lives": live, "live": live})
