@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
+from raymerge.errors import IncompleteError
 from raymerge.recipe_search.evaluators.evaluator import EvaluationError
 
 if TYPE_CHECKING:
@@ -32,8 +33,18 @@ class RefusedError(EvaluationError):
         self.status = status
 
 
+class UnreachableError(IncompleteError):
+    """A server gives no answer, whatever the candidate."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}. What is evaluated is kept: once it serves again, the same command goes on."
+        )
+
+
 class ServerApi:
-    """JSON over HTTP with one server, without proxies. Calls raise EvaluationError."""
+    """JSON over HTTP with one server, without proxies. Calls raise EvaluationError for its answers, and
+    UnreachableError where it gives none."""
 
     def __init__(self, url: str, timeout: float) -> None:
         """``timeout``: seconds, of each call."""
@@ -61,11 +72,11 @@ class ServerApi:
                 f"{where} answered {error.code}: {body or error.reason}", error.code
             ) from error
         except TimeoutError as error:
-            raise EvaluationError(f"{where} did not answer within {self.timeout:g} s") from error
+            raise UnreachableError(f"{where} did not answer within {self.timeout:g} s") from error
         except URLError as error:
-            raise EvaluationError(f"{where} cannot be reached: {error.reason}") from error
+            raise UnreachableError(f"{where} cannot be reached: {error.reason}") from error
         except (OSError, HTTPException) as error:
-            raise EvaluationError(f"{where} gave no whole answer: {error!r}") from error
+            raise UnreachableError(f"{where} gave no whole answer: {error!r}") from error
         except ValueError as error:
             raise EvaluationError(f"{where} answered something else than JSON") from error
 
@@ -105,10 +116,10 @@ class Engine(Protocol):
     """One kind of server. What raises leaves weights of two candidates mixed; the next call replaces all."""
 
     def load_directory(self, directory: Path) -> None:
-        """Serve this checkpoint, which the server sees at the same path. Raises EvaluationError."""
+        """Serve this checkpoint, which the server sees at the same path. Raises as ``ServerApi``."""
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Serve these tensors. Raises EvaluationError; what the iterable raises."""
+        """Serve these tensors. Raises as ``ServerApi``; what the iterable raises."""
 
 
 class VllmEngine:
@@ -125,7 +136,7 @@ class VllmEngine:
             call = {"method": "reload_weights", "kwargs": arguments, "timeout": self._api.timeout}
             self._post("/collective_rpc", call)
         except BaseException:
-            with suppress(EvaluationError):
+            with suppress(EvaluationError, UnreachableError):
                 self._post("/resume")
             raise
         self._post("/resume")
