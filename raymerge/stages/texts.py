@@ -196,7 +196,8 @@ class TextReader:
             yield _window(made["input_ids"], [bool(each) for each in made["assistant_masks"]])
             return
         whole = self._rendered(messages, tools)
-        answers = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
+        # Templates refuse a prompt of no messages, so that an answer at the start is but a part of prompts.
+        answers = [at for at, each in enumerate(messages) if at and each["role"] == "assistant"]
         turns = [self._rendered(messages[: at + 1], tools) for at in answers]
         # Behind the end of a turn some templates have a line break, which no model is asked for.
         spans = [

@@ -317,6 +317,13 @@ def test_conversations_without_an_answer_are_left_out(tmp_path: Path) -> None:
     assert judged_of(text) == [[30, 31, 2, 32, 2]]
 
 
+def test_a_greeting_is_not_judged_by_templates_that_refuse_no_messages(tmp_path: Path) -> None:
+    path = chat(tmp_path / "talk.jsonl", TALK[1:])
+    refusing = f"{{% if not messages %}}{{{{ raise_exception('none') }}}}{{% endif %}}{PLAIN}"
+    (text,) = TextReader(talking(tmp_path / "model", refusing)).read([path])
+    assert judged_of(text) == [[32, 2]]
+
+
 def test_a_conversation_that_begins_as_a_sequence_does_begins_so_once(tmp_path: Path) -> None:
     path = chat(tmp_path / "talk.jsonl", TALK)
     (text,) = TextReader(talking(tmp_path / "model", f"<s> {PLAIN}"), length=7).read([path])
