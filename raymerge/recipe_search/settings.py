@@ -16,6 +16,7 @@ from raymerge.documents.fields import (
     choice_of,
     number_within,
     read_number,
+    show,
     unexpected,
     unknown_key,
 )
@@ -110,8 +111,10 @@ def _read_metrics(value: object) -> Mapping[str, float]:
     form = "Write it as metrics: {loss: -1, accuracy: 2}; what is better when lower has a negative weight."
     if not isinstance(value, Mapping) or not value:
         raise unexpected(value, "a map", form)
-    faults: list[Fault] = []
-    weights = {str(key): attempt_key(read_number, value, key, faults) or 0.0 for key in value}
+    faults = [Fault((), f"{show(key)} is no name.", form) for key in value if not isinstance(key, str)]
+    if faults:
+        raise FaultError(faults)
+    weights = {key: attempt_key(read_number, value, key, faults) or 0.0 for key in value}
     if not any(weights.values()) and not faults:
         faults.append(Fault((), "all weights are 0, so that no candidate is better than another.", form))
     if faults:

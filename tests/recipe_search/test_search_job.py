@@ -269,6 +269,13 @@ def test_trials_that_would_be_others_now_are_not_mixed_with_new_ones(tmp_path: P
             ],
         ),
         (
+            {"evaluations": 5, "command": "./e {model}", "metrics": {"loss": -1, 1: 2}},
+            [
+                "1 is no name. Write it as metrics: {loss: -1, accuracy: 2}; what is better when lower has a "
+                "negative weight."
+            ],
+        ),
+        (
             {"evaluations": 5},
             ["nothing says how a candidate is evaluated. Add one of: texts, command, server, lm_eval."],
         ),
