@@ -100,7 +100,9 @@ class TrialStore:
                 f"trial {number} tried {before[0]}, and now it would try {text}: another version of a library"
             )
             what += " chooses otherwise."
-            raise TargetError(Problem(str(self._directory), what, "Install that version, or give --replace."))
+            raise TargetError(
+                Problem(str(self._directory), what, "Install that version, or remove the directory.")
+            )
 
     def evaluation(self, number: int, share: float) -> Evaluation | None:
         row = self._connection.execute(
