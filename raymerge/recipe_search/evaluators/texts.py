@@ -11,9 +11,9 @@ from math import ceil
 from pathlib import Path
 from statistics import fmean
 
-import torch
 import xxhash
 
+from raymerge.deferred import torch
 from raymerge.device_numerics import Fallback, choose_device
 from raymerge.documents.fields import (
     Fault,
@@ -26,7 +26,6 @@ from raymerge.documents.fields import (
     unknown_key,
 )
 from raymerge.errors import PlanError, Problem
-from raymerge.execute.op_cache import OpCache
 from raymerge.planner.inputs.sources import Source
 from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, EvaluatorKind
 from raymerge.recipes.load import parse_recipes
@@ -107,6 +106,9 @@ class TextFiles:
 class TextsEvaluator:
     def __init__(self, settings: TextsSettings, merges: CandidateMerges, scratch: Path) -> None:
         self._settings, self._merges, self._scratch = settings, merges, scratch
+        # Whoever reads settings, such as a driver, does without torch.
+        from raymerge.execute.op_cache import OpCache
+
         # What makes a candidate, what stays of it for the next, and what runs it have a third each.
         self._budget = (merges.options.memory or free_memory() // 2) // 3
         self._cache = OpCache(self._budget)
