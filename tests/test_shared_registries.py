@@ -104,7 +104,7 @@ def test_a_run_is_sent_to_a_target_that_is_a_line_of_the_table(
     (folder / "toy.yml").write_text("target: toy\nrun: {threads: 3}\n")
     sending = ("submit", recipe, "--profile", "toy.yml", "--detach", "-o")
     refused = run_command(*sending, "/shared/bad", cwd=folder, env=state)
-    assert (refused.code, "-o: is bad." in refused.text) == (2, True)
+    assert (refused.code, "-o: is bad." in refused.text) == (2, True), refused.text
     outcome = run_command(*sending, "/shared/out", cwd=folder, env=state)
     assert outcome.code == 0, outcome.text
     (sent,) = made[0].sent
