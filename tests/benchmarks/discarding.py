@@ -225,7 +225,8 @@ class DiscardingStaging(LocalStaging):
     def missing_bytes(self) -> int:
         return 0
 
-    def shards(self, store: LocalStore) -> DiscardedShards:
+    def shards(self, store: LocalStore, layout: ReadStore | None) -> DiscardedShards:
+        assert layout is None
         return DiscardedShards(self._plan, DiscardingStore(store.root))
 
     def work(self, segments: SegmentWork) -> DiscardedWork:

@@ -487,7 +487,7 @@ def _worker_that_is_left(recipe: dict[str, Any], output: Path) -> tuple[Runner, 
     run = Run(planned.plan, planned.sources, output, INLINE, on_event=lambda _: None)
     ledger = run._staging.prepare(run._conditions(pool.numerics), replace=False)
     Shards(planned.plan, LocalStore(run._staging.root)).take_up(ledger)
-    runner = run.segment_work(pool).open(torch.device("cpu"), "left")
+    runner = run.work(pool).open(torch.device("cpu"), "left")
     runner.run(0)
     return runner, len(planned.plan["segments"])
 
