@@ -252,6 +252,7 @@ def _commands() -> Iterator[str]:
         yield from () if language else block.splitlines()
 
 
+@pytest.mark.slow
 def test_the_command_lines_of_the_page_run(tmp_path: Path) -> None:
     """In their order and in one folder, as a reader types them."""
     _make_what_the_page_names(tmp_path)

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.ray, without_gpu]
 TESTS = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_a_worker_gives_the_bytes_of_the_processor(tmp_path: Path) -> None:
     """Asked for a GPU, and free to take it."""
     made = recipes(make_family(tmp_path / "models", layers=1))

@@ -28,7 +28,7 @@ from raymerge.planner.inputs.sources import open_models
 from raymerge.runtime.driver.run import Run
 
 METHODS = tuple(methods())
-QUICK = ("linear", "dare_ties", "model_stock")
+QUICK = ("linear", "dare_ties")
 _MANY = """
 import json, sys
 from pathlib import Path

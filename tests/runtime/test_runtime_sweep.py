@@ -136,7 +136,7 @@ def test_a_stopped_sweep_goes_on_with_what_each_output_lacks(
     assert 0.9 * expected < written < expected
 
 
-@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.ray)])
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_one_output_that_is_not_finite_does_not_lose_the_others(
     workers: int | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
