@@ -17,7 +17,7 @@ import yaml
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.deferred import torch
-from raymerge.device_numerics import Fallback, choose_device
+from raymerge.device_numerics import Fallback, choose_device, torch_threads
 from raymerge.diagnosis.check import Check
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
@@ -260,14 +260,14 @@ def evaluate(
         NonFiniteError: the model computes NaN or infinity; which layer does."""
     if not texts:
         raise OptionError(Problem("--texts", "there is no file.", "Name one or more."))
-    count = _checked_threads(threads)
-    making = None if memory is None else memory // 2
-    with _evaluated(model, RunOptions(inline=True, memory=making, threads=threads, device=device)) as source:
+    asked = RunOptions(inline=True, memory=memory, threads=threads, device=device)
+    making = replace(asked, memory=None if memory is None else max(1, memory // 2))
+    with _evaluated(model, making) as source:
         reader = TextReader(source, length=length, num_tokens=tokens)
         files = reader.read([str(path) for path in texts])
         is_made = source.checkpoint.opener is not None
         budget = (free_memory() // 2 if memory is None else memory) // (1 + is_made)
-        with _torch_threads(count), OwnDirectory(scratch) as spill:
+        with torch_threads(threads), OwnDirectory(scratch) as spill:
 
             def measure(chosen: torch.device, _: str) -> Evaluation:
                 evaluator = Evaluator(files, budget=budget, spill=spill, device=chosen)
@@ -289,24 +289,6 @@ def _evaluated(model: RecipesLike, making: RunOptions) -> Iterator[Source]:
     with open_merge(plan_for(model, "merged"), making) as source:
         name = str(model) if isinstance(model, str | Path) else source.name
         yield replace(source, checkpoint=replace(source.checkpoint, name=name))
-
-
-def _checked_threads(threads: int | None) -> int:
-    """The threads to compute with; None for torch's. Raises OptionError."""
-    if threads is not None and threads < 1:
-        what = f"{threads} threads cannot compute anything."
-        raise OptionError(Problem("--threads", what, "Give 1 or more, or leave it out."))
-    return threads or torch.get_num_threads()
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def inspect(path: str | Path) -> Inspection:

@@ -38,13 +38,13 @@ def return_free_memory() -> None:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, whatever the worker has.
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads; None for as many as before.
 
     Libraries of linear algebra cut their sums by the number of threads, and so round in other places. The
     setting is the process's: where several threads compute, each of them has set it to 1 before."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:

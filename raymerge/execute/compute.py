@@ -13,7 +13,7 @@ import numpy as np
 
 from raymerge import methods
 from raymerge.deferred import torch
-from raymerge.device_numerics import divisor, one_thread
+from raymerge.device_numerics import divisor, torch_threads
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import decode, is_aligned, numbers, take_elements, typed
 from raymerge.execute.reading import Raw, RawCodes, RawInput, RawRows
@@ -41,7 +41,7 @@ class Gatherer:
     def observe(self, raw: RawRows) -> None:
         """Take whole groups of rows into the mean of all rows; they come in order."""
         rows = self._rows(raw)
-        with one_thread():
+        with torch_threads(1):
             for first in range(0, raw.num_rows, methods.ROW_GROUP):
                 self._padding.add_(rows[first : first + methods.ROW_GROUP].double().sum(0))
 
@@ -75,7 +75,7 @@ class Gatherer:
     ) -> torch.Tensor:
         values = decode(stored, gather_input.read, self._device).view(-1, self._source.num_columns)
         if product is not None:
-            with one_thread():
+            with torch_threads(1):
                 product.add_to(values, taken)
         return values
 

@@ -22,7 +22,7 @@ from kits.method_kit import threads
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge import devices
-from raymerge.device_numerics import one_thread
+from raymerge.device_numerics import torch_threads
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, IncompleteError, TransientError
 from raymerge.execute import segment as segment_module
@@ -588,7 +588,7 @@ def test_away_takes_a_turn_again_only_when_there_is_one() -> None:
 
 def test_the_number_of_threads_comes_back_after_a_failure() -> None:
     with threads(2):
-        with pytest.raises(ValueError, match="seen: 1"), one_thread():
+        with pytest.raises(ValueError, match="seen: 1"), torch_threads(1):
             raise ValueError(f"seen: {torch.get_num_threads()}")
         assert torch.get_num_threads() == 2
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from raymerge.architectures.moe_targets import AddedTensor
 from raymerge.checkpoints.header import TensorSpec
-from raymerge.device_numerics import one_thread
+from raymerge.device_numerics import torch_threads
 from raymerge.dtypes import DType
 from raymerge.planner.inputs.sources import RESULT_FILE, ExpertPrompts, GateSpec, Source, Stage, make_stage
 from raymerge.stages.router.work import gate_work
@@ -101,7 +101,7 @@ def make(stage: Stage, staging: Path, *, backwards: bool = False, device: torch.
     work = gate_work(stage)
     work.check()
     numbers, budget = range(work.num_units), max(work.least_budget(), 1 << 20)
-    with one_thread():
+    with torch_threads(1):
         for number in reversed(numbers) if backwards else numbers:
             work.unit(number, staging=staging, device=device, budget=budget, tell=lambda _: None)
         told = work.conclude(staging)

@@ -25,7 +25,7 @@ from kits.plan_maker import llama
 from kits.tokenizer_maker import CHATML_CONFIG, bpe, word_level, write_tokenizer
 from torch import nn
 
-from raymerge.device_numerics import one_thread
+from raymerge.device_numerics import torch_threads
 from raymerge.errors import IncompleteError, PlanError
 from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
@@ -71,7 +71,7 @@ def _work(base: Source, mode: str) -> Any:
 @pytest.mark.parametrize("mode", ["hidden", "ridge", "cheap_embed", "random"])
 def test_it_tells_after_each_layer_what_it_has_read(tmp_path: Path, base: Source, mode: str) -> None:
     work, told = _work(base, mode), list[int]()
-    with one_thread():
+    with torch_threads(1):
         read, _ = work.unit(0, staging=tmp_path, device=CPU, budget=1 << 30, tell=told.append)
     assert len(told) == LAYERS
     assert told == sorted(told)
@@ -103,7 +103,7 @@ def test_each_unit_leaves_its_own_whole_files(
     work = _work(base, mode)
     seen: set[str] = set()
     for number in range(work.num_units):
-        with one_thread():
+        with torch_threads(1):
             work.unit(number, staging=tmp_path, device=CPU, budget=1 << 30, tell=lambda _: None)
         left = work.files(number)
         assert set(left.values()) == {()}
@@ -112,7 +112,7 @@ def test_each_unit_leaves_its_own_whole_files(
         assert {path.name for path in tmp_path.iterdir()} == seen
     assert (work.num_units > 2) == (mode == "ridge" and unit_tokens == SEVERAL)
     before = {name: (tmp_path / name).read_bytes() for name in seen}
-    with one_thread():
+    with torch_threads(1):
         work.conclude(tmp_path)
     assert before == {name: (tmp_path / name).read_bytes() for name in seen}
 
@@ -128,7 +128,7 @@ def test_files_of_attempts_that_were_killed_are_cleared_away(tmp_path: Path, bas
     def look(_: int) -> None:
         seen.append(sorted(path.name for path in tmp_path.glob("spill-*")))
 
-    with one_thread():
+    with torch_threads(1):
         work.unit(0, staging=tmp_path, device=CPU, budget=0, tell=look)
     assert not ours.exists()
     assert other.exists(), "another unit's"
@@ -147,7 +147,7 @@ def test_an_attempt_that_was_given_up_does_no_harm(tmp_path: Path, base: Source)
             once.append(nbytes)
             _work(base, "ridge").unit(0, staging=tmp_path / "staging", device=CPU, budget=0, tell=_silent)
 
-    with one_thread():
+    with torch_threads(1):
         _work(base, "ridge").unit(0, staging=tmp_path / "plain", device=CPU, budget=0, tell=_silent)
         _work(base, "ridge").unit(0, staging=tmp_path / "staging", device=CPU, budget=0, tell=begin_again)
     found, wanted = (_bytes(tmp_path / name) for name in ("staging", "plain"))
@@ -187,7 +187,7 @@ def test_base_and_prompts_are_looked_at_once(
         work.check()
         budget = work.least_budget()
         assert work.num_units == len(work.costs())
-        with one_thread():
+        with torch_threads(1):
             work.unit(0, staging=tmp_path, device=CPU, budget=budget, tell=_silent)
             work.conclude(tmp_path)
         assert (len(models), len(readings)) == (num_models, 1)

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from raymerge.architectures.moe_targets import AddedTensor
-from raymerge.device_numerics import one_thread
+from raymerge.device_numerics import torch_threads
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import ExpertPrompts, Source
@@ -59,7 +59,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_threads() -> Iterator[None]:
-    with one_thread():
+    with torch_threads(1):
         yield
 
 

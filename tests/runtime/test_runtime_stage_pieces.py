@@ -23,7 +23,7 @@ from kits.permuted_experts import MIXTRAL, make_model, moved, store
 from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
 
 from raymerge.api import plan_for
-from raymerge.device_numerics import one_thread
+from raymerge.device_numerics import torch_threads
 from raymerge.errors import IncompleteError, OptionError
 from raymerge.events import Event, StageStarted, Stopping, UnitDone, UnitProgress, WorkerProgress
 from raymerge.options import RunOptions
@@ -301,7 +301,7 @@ def _most_taken(work: StageWork, staging: Path, budget: int) -> int:
         most = max(most, sum(path.stat().st_size for path in staging.rglob("*") if path.is_file()))
 
     staging.mkdir()
-    with one_thread():
+    with torch_threads(1):
         for number in range(work.num_units):
             work.unit(number, staging=staging, device=CPU, budget=budget, tell=look)
         work.conclude(staging)

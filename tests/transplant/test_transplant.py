@@ -43,7 +43,7 @@ from transformers import AutoTokenizer
 
 import raymerge
 from raymerge.api import plan_for
-from raymerge.device_numerics import one_thread
+from raymerge.device_numerics import torch_threads
 from raymerge.errors import IncompleteError, NonFiniteError, OptionError, PlanError, RecipeError
 from raymerge.events import Event, StageStarted, UnitDone
 from raymerge.planner.inputs.sources import Source
@@ -360,7 +360,7 @@ def _peak_and_budget(base: Path, donor: Path, root: Path, approximation: str, *,
     for folder in ("warm", "measured"):
         work = stage.transplant_work(planned.stages[0])
         (root / folder).mkdir()
-        with one_thread(), AllocationMeter() as meter:
+        with torch_threads(1), AllocationMeter() as meter:
             work.unit(0, staging=root / folder, device=torch.device("cpu"), budget=0, tell=lambda _: None)
         peaks.append(meter.peak_bytes)
     return peaks[1], work.least_budget() - 128 * 2**20

@@ -14,7 +14,7 @@ from statistics import fmean
 import xxhash
 
 from raymerge.deferred import torch
-from raymerge.device_numerics import Fallback, choose_device
+from raymerge.device_numerics import Fallback, choose_device, torch_threads
 from raymerge.documents.fields import (
     Fault,
     FaultError,
@@ -114,8 +114,6 @@ class TextsEvaluator:
         self._cache = OpCache(self._budget)
         self._files = TextFiles(settings)
         self._device = Fallback(choose_device(merges.options.device))
-        self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(merges.options.threads or self._threads_before)
 
     def evaluate(self, text: str, share: float) -> Mapping[str, float]:
         options = replace(self._merges.options, inline=True, workers=None, address=None, memory=self._budget)
@@ -127,11 +125,11 @@ class TextsEvaluator:
                 own = LossEvaluator(texts, budget=self._budget, spill=self._scratch, device=device)
                 return own.losses(source)
 
-            losses = self._device.run(measure)
+            with torch_threads(self._merges.options.threads):
+                losses = self._device.run(measure)
         return self._files.metrics([each.loss for each in losses])
 
-    def close(self) -> None:
-        torch.set_num_threads(self._threads_before)
+    def close(self) -> None: ...
 
 
 def _tokenizer_digest(root: str) -> str:

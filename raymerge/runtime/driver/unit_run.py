@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from raymerge.checkpoints.source import Holding
 from raymerge.deferred import torch
-from raymerge.device_numerics import Fallback, one_thread
+from raymerge.device_numerics import Fallback, torch_threads
 from raymerge.errors import IncompleteError, NonFiniteError
 from raymerge.events import DeviceFailed, OnEvent, PartInHand, StageStarted, UnitDone, UnitProgress
 from raymerge.execute.receipts import Receipt
@@ -141,7 +141,7 @@ class UnitRunner:
         self._read_bytes: dict[int, int] = {}
         # The bytes of a result are those of one thread, wherever it is made.
         self._settings = ExitStack()
-        self._settings.enter_context(one_thread())
+        self._settings.enter_context(torch_threads(1))
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
         """Do one unit, with the work's budget or a smaller one. Where a GPU fails or lacks memory, the
@@ -248,7 +248,7 @@ class UnitRun:
         clear(staging.units, {key for unit in range(self.work.num_units) for key in self.work.files(unit)})
         try:
             self._have_units(pool, self._work_in(staging.units, slots), ledger)
-            with one_thread():
+            with torch_threads(1):
                 yield staging.units
         except NonFiniteError:
             lease.confirm()
