@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from raymerge.checkpoints.samples import sampled_digest
-from raymerge.checkpoints.training_steps import StepContents, step_contents
+from raymerge.checkpoints.training_steps import StepContents, sampled_digest, step_contents
 from raymerge.recipes.training_run import RunFiles, local_directories
 from raymerge.storage.addresses import is_remote
 from raymerge.storage.open import Lookup, open_store, resolve_source
