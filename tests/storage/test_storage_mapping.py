@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -31,6 +32,8 @@ BUFFER_NBYTES = buffer_nbytes(NBYTES)
 
 class Owner:
     """What a buffer lives as long as."""
+
+    has: tuple[Owner, memoryview]
 
 
 @pytest.fixture
@@ -198,6 +201,26 @@ def test_ranges_of_one_buffer_may_be_read_by_threads(store: LocalStore) -> None:
             assert maps.mapped_bytes == 0
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_buffers_may_go_whenever_the_collector_runs(store: LocalStore) -> None:
+    maps, owner = PageMaps(), Owner()
+    buffer, thresholds = watched(maps, owner), gc.get_threshold()
+    try:
+        for later in range(60):
+            gc.set_threshold(0)
+            for _ in range(20):
+                garbage = Owner()
+                garbage.has = garbage, watched(maps, garbage, ALIGNMENT)
+                assert store.map_extent("x", 0, ALIGNMENT, garbage.has[1], maps) == 0
+            del garbage
+            gc.set_threshold(gc.get_count()[0] + later)
+            assert store.map_extent("x", 0, NBYTES, buffer, maps) == 0
+            maps.release(buffer)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert maps.mapped_bytes == 0
 
 
 FAULTS = """

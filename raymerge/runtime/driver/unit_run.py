@@ -175,7 +175,7 @@ class UnitRunner:
     def in_hand(self) -> tuple[PartInHand, ...]:
         return tuple(
             PartInHand(unit, "computing", "", min(nbytes, self._costs[unit]), self._costs[unit])
-            for unit, nbytes in tuple(self._read_bytes.items())
+            for unit, nbytes in self._read_bytes.copy().items()
         )
 
     def abort(self) -> None:

@@ -77,8 +77,9 @@ class _LostPages:
         self._action = _Action(handler=ctypes.cast(self._handler, ctypes.c_void_p), flags=_WITH_INFORMATION)
 
     def maps_at(self, address: int) -> PageMaps | None:
-        ends = tuple(self.buffers.items())
-        return next((maps for begin, (end, maps) in ends if begin <= address < end), None)
+        # Copied at once: a buffer may go while this makes objects.
+        ends = self.buffers.copy()
+        return next((maps for begin, (end, maps) in ends.items() if begin <= address < end), None)
 
     def install(self) -> None:
         """Before every map: others may have installed something since the last one."""
@@ -119,7 +120,7 @@ class PageMaps:
 
     @property
     def mapped_bytes(self) -> int:
-        return sum(end - begin for begin, end in tuple(self._mapped.items()))
+        return sum(end - begin for begin, end in self._mapped.copy().items())
 
     def watch(self, buffer: memoryview, owner: object) -> None:
         """Let files be mapped over a page-aligned buffer that lives as long as ``owner`` does."""
@@ -163,8 +164,8 @@ class PageMaps:
     def _forget_range(self, first: int, last: int) -> bool:
         """Forget what is mapped between two addresses; whether anything was."""
         with self._lock:
-            mapped = tuple(self._mapped.items())
-            cut = [(begin, end) for begin, end in mapped if begin < last and first < end]
+            mapped = self._mapped.copy()
+            cut = [(begin, end) for begin, end in mapped.items() if begin < last and first < end]
             for begin, end in cut:
                 del self._mapped[begin]
                 if begin < first:
