@@ -26,7 +26,7 @@ class Gatherer:
     def __init__(self, source: GatheredInput, device: torch.device) -> None:
         self._source = source
         self._device = device
-        self._products: tuple[LowRank | None, ...] = ()
+        self._products: tuple[Addition | None, ...] = ()
         columns = source.num_columns if source.is_padded else 0
         self._padding = torch.zeros(columns, dtype=torch.float64, device=device)
         """The mean of all rows: float64 ``[columns]``, nothing where no row is padding."""
@@ -34,7 +34,7 @@ class Gatherer:
     def load(self, raw: RawRows) -> None:
         """Take up the factors of the products, once for all tiles."""
         self._products = tuple(
-            None if gather_input.product is None else LowRank(gather_input.product, factors, self._device)
+            None if gather_input.product is None else Addition(gather_input.product, factors, self._device)
             for gather_input, factors in zip(self._source.inputs, raw.factors, strict=True)
         )
 
@@ -71,7 +71,7 @@ class Gatherer:
         return rows
 
     def _stored(
-        self, gather_input: GatherInput, taken: Taken, stored: torch.Tensor, product: LowRank | None
+        self, gather_input: GatherInput, taken: Taken, stored: torch.Tensor, product: Addition | None
     ) -> torch.Tensor:
         values = decode(stored, gather_input.read, self._device).view(-1, self._source.num_columns)
         if product is not None:
@@ -85,18 +85,20 @@ class Gatherer:
             rows[to : to + count].add_(stored[place : place + count])
 
 
-class LowRank:
-    """A low-rank addition with its factors in float32 on the device."""
+class Addition:
+    """What a product adds to rows, with its factors in float32 on the device."""
 
     def __init__(self, product: Product, factors: Sequence[torch.Tensor], device: torch.device) -> None:
-        up, down, *magnitude = (
-            decode(raw, read, device) for raw, read in zip(factors, product.factors, strict=True)
+        decoded = iter(
+            [decode(raw, read, device) for raw, read in zip(factors, product.factors, strict=True)]
         )
-        columns_up, columns_down = up.view(-1, product.rank), down.view(product.rank, -1)
-        self._left = columns_down.T if product.transposed else columns_up
-        self._right = columns_up.T if product.transposed else columns_down
+        up = None if product.up is None else next(decoded).view(-1, product.rank)
+        down = next(decoded).view(product.rank, -1)
+        self._left = down.T if product.transposed else up
+        """None for the rows themselves."""
+        self._right = up.T if product.transposed and up is not None else down
         self._scale = product.scale
-        self._magnitude = magnitude[0] if magnitude else None
+        self._magnitude = next(decoded, None)
 
     def add_to(self, stored: torch.Tensor, taken: Taken) -> None:
         place = 0
@@ -109,7 +111,7 @@ class LowRank:
             place += stop - first
 
     def _add(self, rows: torch.Tensor, group: int, offset: int) -> None:
-        product = self._product(group)
+        product = self._product(rows, group, offset)
         mine = slice(offset, offset + len(rows))
         if self._magnitude is None:
             rows.add_(product[mine])
@@ -123,11 +125,15 @@ class LowRank:
         factor = torch.where(lengths > 0, magnitudes / lengths, 0.0).float()
         torch.mul(whole[mine], factor.unsqueeze(1), out=rows)
 
-    def _product(self, group: int) -> torch.Tensor:
-        """The addition to a group of rows: float32 ``[ROW_GROUP, columns]``, always of that shape."""
-        rows = self._left[group : group + methods.ROW_GROUP]
-        left = torch.zeros(methods.ROW_GROUP, self._left.shape[1], device=rows.device)
-        left[: len(rows)] = rows
+    def _product(self, own: torch.Tensor, group: int, offset: int) -> torch.Tensor:
+        """The addition to a group of rows, of which it has its ``own`` from ``offset`` on: float32
+        ``[ROW_GROUP, columns]``, always of that shape."""
+        left = torch.zeros(methods.ROW_GROUP, self._right.shape[0], device=own.device)
+        if self._left is None:
+            left[offset : offset + len(own)] = own
+        else:
+            rows = self._left[group : group + methods.ROW_GROUP]
+            left[: len(rows)] = rows
         return torch.mm(left, self._right).mul_(self._scale)
 
 

@@ -529,7 +529,8 @@ def _check_sizes(check: Check) -> None:
     stored, rank, count = gather_inputs.num_rows, gather_inputs.rank, gather_inputs.num_factors
     check.flag("gather_inputs", (stored < 0) | (stored > _LARGEST_SIDE), "it has no such number of rows")
     is_product = count > 0
-    wrong = np.where(is_product, (count < 2) | (count > 3) | (rank < 1) | (rank > _LARGEST_SIDE), rank != 0)
+    own = (count == 1) & (rank != check.gather_input_columns)
+    wrong = np.where(is_product, (count > 3) | (rank < 1) | (rank > _LARGEST_SIDE) | own, rank != 0)
     check.flag("gather_inputs", wrong, "its rank and its factors do not make a product")
     scale = np.asarray(gather_inputs.table.column("scale").to_numpy(), dtype=np.float64)
     check.flag("gather_inputs", ~np.isfinite(scale) | (~is_product & (scale != 0)), "its scale is no number")
@@ -538,13 +539,14 @@ def _check_sizes(check: Check) -> None:
 
 
 def _check_products(check: Check) -> None:
-    """Factors lie within their files, are numbers, and have the shapes of up, down and magnitude."""
+    """Factors lie within their files, are numbers, and have the shapes of up, down and magnitude; one alone
+    is down."""
     gather_inputs, factors, counts = check.gather_inputs, check.factors, check.gather_inputs.num_factors
     _check_bytes(check, "factors")
     owner = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(owner)) - np.repeat(starts(counts), counts)
     rows, columns = gather_inputs.num_rows[owner], check.gather_input_columns[owner]
-    is_up = (place == 0) != (gather_inputs.transposed == 1)[owner]
+    is_up = ((place == 0) & (counts > 1)[owner]) != (gather_inputs.transposed == 1)[owner]
     expected = np.where(place == 2, rows, _areas(gather_inputs.rank[owner], np.where(is_up, rows, columns)))
     check.flag("factors", factors.nbytes * 8 != expected * _bits(factors), "nbytes is not that of its shape")
     check.flag("factors", _is_code(factors), "arithmetic reads codes")

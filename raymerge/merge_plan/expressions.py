@@ -258,12 +258,12 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A low-rank addition ``scale * up @ down`` to a stored matrix ``[rows, columns]``, and DoRA's magnitude.
+    """An addition ``scale * up @ down`` to a stored matrix ``[rows, columns]``, and DoRA's magnitude.
 
-    LoRA: arXiv 2106.09685; DoRA: arXiv 2402.09353."""
+    LoRA: arXiv 2106.09685; DoRA: arXiv 2402.09353; RegMean: arXiv 2212.09849."""
 
-    up: Read
-    """``[rows, rank]``, or ``[columns, rank]`` where transposed."""
+    up: Read | None
+    """``[rows, rank]``, or ``[columns, rank]`` where transposed; None for the stored matrix itself."""
     down: Read
     """``[rank, columns]``, or ``[rank, rows]`` where transposed."""
     rank: int
@@ -276,7 +276,7 @@ class Product:
 
     @property
     def factors(self) -> tuple[Read, ...]:
-        return (self.up, self.down) if self.magnitude is None else (self.up, self.down, self.magnitude)
+        return tuple(each for each in (self.up, self.down, self.magnitude) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,7 +317,9 @@ def read_gather_input(row: Mapping[str, Any], factors: Sequence[Mapping[str, Any
     read = _read(row, read_view(row["view_offset"], row["view_shape"], row["view_strides"]))
     if not factors:
         return GatherInput(read, row["num_rows"])
-    up, down, *magnitude = (_read(each, None) for each in factors)
+    reads = [_read(each, None) for each in factors]
+    up, down, *magnitude = (None, *reads) if len(reads) == 1 else reads
+    assert down is not None
     product = Product(
         up, down, row["rank"], row["scale"], row["transposed"], magnitude[0] if magnitude else None
     )

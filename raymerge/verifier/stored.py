@@ -345,17 +345,20 @@ class _Gathered:
 
 
 class _InputRows:
-    """Rows of a stored matrix, with the low-rank addition ``scale * up @ down`` and DoRA's magnitudes."""
+    """Rows of a stored matrix, with the addition ``scale * up @ down`` and DoRA's magnitudes."""
 
     def __init__(self, gather_input: GatherInput, columns: int, reader: Reader) -> None:
         self._elements, self._columns = elements_of(gather_input.read, reader), columns
         self._product, self.held = gather_input.product, self._elements.held
         if gather_input.product is not None:
-            up, down, *self._magnitude = (_whole(each, reader) for each in gather_input.product.factors)
-            rank = gather_input.product.rank
-            left, right = up.reshape(-1, rank), down.reshape(rank, -1)
-            self._left, self._right = (right.T, left.T) if gather_input.product.transposed else (left, right)
-            self.held += up.nbytes + down.nbytes
+            product, rank = gather_input.product, gather_input.product.rank
+            factors = [_whole(each, reader) for each in product.factors]
+            left = None if product.up is None else factors.pop(0).reshape(-1, rank)
+            right, *self._magnitude = factors
+            self._left, self._right = left, right.reshape(rank, -1)
+            if left is not None and product.transposed:
+                self._left, self._right = self._right.T, left.T
+            self.held += sum(each.nbytes for each in (*factors, left) if each is not None)
 
     def rows(self, first: int, stop: int) -> tuple[numeric.Floats, numeric.Floats | float]:
         """Rows ``[rows, columns]``, and the possible error of each element."""
@@ -366,7 +369,7 @@ class _InputRows:
     def _added(
         self, product: Product, rows: numeric.Floats, first: int
     ) -> tuple[numeric.Floats, numeric.Floats]:
-        left = self._left[first : first + len(rows)]
+        left = rows if self._left is None else self._left[first : first + len(rows)]
         values = rows + product.scale * (left @ self._right)
         # A product adds up as many terms as its rank.
         terms = DOUBT * max(1, left.shape[1] // 16)

@@ -22,7 +22,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.expressions import Gather, GatherInput, Op, Output, Part, Read, gathered
+from raymerge.merge_plan.expressions import Gather, GatherInput, Op, Output, Part, Product, Read, gathered
 from raymerge.merge_plan.jobs import GatheredInput, Jobs
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP
@@ -45,6 +45,7 @@ def stock_tensors(seed: int) -> dict[str, torch.Tensor]:
         "lora.magnitude": random_tensor(ROWS, seed=seed + 5).abs(),
         "flipped.up": random_tensor(COLUMNS, RANK, seed=seed + 6, dtype=torch.bfloat16),
         "flipped.down": random_tensor(RANK, ROWS, seed=seed + 7, dtype=torch.bfloat16),
+        "square": random_tensor(COLUMNS, COLUMNS, seed=seed + 8),
     }
 
 
@@ -168,6 +169,17 @@ def test_a_transposed_product_runs_along_the_columns_of_down(stock: Stock, tmp_p
     expected = stock_tensors(0)["a"].double() - 2 * _lora("flipped", transposed=True)
     found = made_alone(stock, gathered(0, whole(gather_input, COLUMNS)), tmp_path)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_matrix_is_multiplied_by_another_one(stock: Stock, tmp_path: Path) -> None:
+    """The same bits for rows in any order, of a matrix that lies in a fused one too."""
+    mixed = stock.term("a", product=Product(None, stock.read("square"), COLUMNS, 0.5))
+    a, square = stock_tensors(0)["a"].double(), stock_tensors(0)["square"].double()
+    found = made_alone(stock, gathered(0, whole(mixed, COLUMNS)), tmp_path / "a")
+    torch.testing.assert_close(found.double(), a + 0.5 * a @ square, rtol=1e-5, atol=1e-4)
+    runs = tuple((to, ROWS - 1 - to, 1, 0) for to in range(ROWS))
+    turned = made_alone(stock, gathered(0, Gather(ROWS, COLUMNS, (mixed,), runs, ROWS)), tmp_path / "b")
+    assert same_bits(turned, found.flip(0))
 
 
 def test_a_magnitude_gives_rows_their_length(stock: Stock, tmp_path: Path) -> None:

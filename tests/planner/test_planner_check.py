@@ -33,7 +33,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.check_ops import Check, check_scales
-from raymerge.merge_plan.expressions import Gather, Op, Output, Part, Read, copy_expression, gathered
+from raymerge.merge_plan.expressions import Gather, Op, Output, Part, Product, Read, copy_expression, gathered
 from raymerge.merge_plan.jobs import GatheredInput, Jobs
 from raymerge.merge_plan.memory import gather_needs
 from raymerge.merge_plan.plan import SCHEMAS, Plan, input_bytes
@@ -666,6 +666,7 @@ def _tensors() -> dict[str, torch.Tensor]:
         "lora.magnitude": torch.ones(ROWS),
         "flipped.up": torch.ones(COLS, RANK),
         "flipped.down": torch.ones(RANK, ROWS),
+        "square": torch.ones(COLS, COLS),
     }
 
 
@@ -736,6 +737,17 @@ def test_jobs_hold_what_the_plan_was_told(assembly_plan: Plan, stock: Stock) -> 
     needs = gather_needs(assembly_plan)
     assert (first.need, fused.need) == (needs[0], needs[2])
     assert same_needs(assembly_plan) == len(jobs)
+
+
+def test_a_matrix_is_only_multiplied_by_one_as_wide_as_it_is(stock: Stock) -> None:
+    mixed = stock.term("a", product=Product(None, stock.read("square"), COLS, 1.0))
+    made = plan_of(stock, [_output("one", (gathered(0, whole(mixed, COLS)),))])
+    assert check_plan(made) == ()
+    taken = Jobs(made).ops(0)[0].inputs[0]
+    assert isinstance(taken, GatheredInput)
+    assert taken.inputs == (mixed,)
+    for column, value in (("rank", COLS - 1), ("transposed", True)):
+        assert _said(tampered(made, "gather_inputs", column, {0: value}))
 
 
 def test_equal_content_shares_bytes_only_where_the_assembly_is_equal(stock: Stock) -> None:

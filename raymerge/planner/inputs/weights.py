@@ -154,8 +154,9 @@ class Weights:
         return Problem(self._source.name, what, "Use a checkpoint in bfloat16 or float32.")
 
     def _added(self, weight: torch.Tensor, product: Product) -> torch.Tensor:
-        up, down = (self._factor(each).to(weight.device) for each in (product.up, product.down))
-        delta = (up.view(-1, product.rank) @ down.view(product.rank, -1)).mul_(product.scale)
+        down = self._factor(product.down).to(weight.device).view(product.rank, -1)
+        up = weight if product.up is None else self._factor(product.up).to(weight.device)
+        delta = (up.view(-1, product.rank) @ down).mul_(product.scale)
         weight += delta.T if product.transposed else delta
         if product.magnitude is not None:
             lengths = weight.norm(dim=1, keepdim=True)
