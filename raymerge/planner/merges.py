@@ -281,7 +281,8 @@ class _Planner:
         made_by = tuple(self.made[name].plan.digest for name in unwritten if name in self.made)
         stages = stages_of(recipe, sources, version=self.version, made_by=made_by)
         sources = with_prepared(sources, stages, self.root)
-        return build_plan(recipe, sources, version=self.version), sources, stages
+        to_run = tuple(stage for stage in stages if not stage.made_at)
+        return build_plan(recipe, sources, version=self.version), sources, to_run
 
     def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
         if self.is_alone:

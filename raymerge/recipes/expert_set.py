@@ -24,6 +24,7 @@ from raymerge.documents.fields import (
     unexpected,
 )
 from raymerge.documents.grammar import WHOLE_NUMBER, Grammar, accepts, any_of, exactly_one, list_of
+from raymerge.recipes.calibration import Calibrate
 from raymerge.recipes.entry import DEFAULT_SHARD_SIZE, Document, Entry, MergeDType, Reference, ShardSize, Text
 from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, PickledWeights, Seed
 
@@ -273,6 +274,8 @@ class ExpertSetRecipe(Document):
 
     base_model: Reference
     experts: ExpertChange
+    calibrate: Calibrate | None = None
+    """What the model is run on for ``scores: saliency``."""
     dtype: MergeDType | None = None
     seed: Seed = 0
     shard_size: ShardSize = DEFAULT_SHARD_SIZE

@@ -177,10 +177,24 @@ def places_read(recipes: Sequence[AnyRecipe]) -> Iterator[tuple[str, str]]:
 
 
 def _files(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
+    yield from _calibrated(recipe)
     if isinstance(recipe, MoeRecipe):
         for key, experts in (("experts", recipe.experts), ("shared_experts", recipe.shared_experts)):
             for index, expert in enumerate(experts):
                 if expert.prompt_file is not None:
                     yield recipe.where(key, index, "prompt_file"), expert.prompt_file
-    elif isinstance(recipe, ExpertSetRecipe) and recipe.experts.scores not in (None, "weights"):
+    elif isinstance(recipe, ExpertSetRecipe) and recipe.experts.scores not in (None, "weights", "saliency"):
         yield recipe.where("experts", "scores"), str(recipe.experts.scores)
+
+
+def _calibrated(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
+    """Texts that models are run on, and statistics that were made of them before."""
+    if isinstance(recipe, MoeRecipe):
+        return
+    for index, text in enumerate(() if recipe.calibrate is None else recipe.calibrate.texts):
+        yield recipe.where("calibrate", "texts", index), text
+    for entry_index, entry in enumerate(recipe.models if isinstance(recipe, Recipe) else ()):
+        for index, text in enumerate(entry.texts):
+            yield recipe.where("models", entry_index, "texts", index), text
+        if entry.statistics is not None:
+            yield recipe.where("models", entry_index, "statistics"), entry.statistics

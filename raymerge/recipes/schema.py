@@ -22,6 +22,7 @@ from raymerge.documents.fields import (
     show,
 )
 from raymerge.documents.grammar import Grammar, accepts, any_of, exactly_one, filled, given, never_both
+from raymerge.recipes.calibration import Calibrate
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
     Document,
@@ -320,6 +321,18 @@ class ModelEntry(_Part):
 
     model: Reference
     parameters: Parameters = {}
+    texts: tuple[Text, ...] = ()
+    """Files that this model is calibrated on, in place of those of ``calibrate``."""
+    statistics: Text | None = None
+    """Directory that ``raymerge calibrate`` made of this model, which is then not run again."""
+
+    grammar: ClassVar[Grammar] = never_both("texts", "statistics")
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        if data.get("texts") and data.get("statistics") is not None:
+            what = "'statistics' were made of texts already, and 'texts' says to make them again."
+            yield Fault(("texts",), what, "Remove one of the two.")
 
 
 @accepts(
@@ -436,6 +449,8 @@ class Recipe(Document):
     """``merge`` as other tensors, the ``base``'s own rows and biases, or those of a model."""
     align: Alignment = None
     """Matching of independently trained mixtures; None if their experts are in one order."""
+    calibrate: Calibrate | None = None
+    """What models are run on where a method needs statistics of their activations."""
     adapter: AdapterOutput | None = None
     """Given if models and output are adapters."""
 

@@ -15,7 +15,7 @@ found by calling the model with layers that only record them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -434,6 +434,19 @@ _WIDE_COPIES = 8
 # Matrices of a layer's temporaries that are in memory at once, at most: of scores, of states, of the widest.
 
 
+@dataclass(slots=True)
+class ResidentLayer:
+    """A layer in memory, while all batches go through it."""
+
+    number: int
+    module: torch.nn.Module
+    parameters: tuple[Parameter, ...]
+    """Of the module, by their names within it."""
+    read_bytes: int
+    batch: int = 0
+    """The batch that goes through it now."""
+
+
 class StreamedModel:
     """The base's model on the meta device; parts are filled while they are needed.
 
@@ -521,6 +534,10 @@ class StreamedModel:
             yield Problem(self._base.name, what, remedy)
 
     @property
+    def layers(self) -> tuple[torch.nn.Module, ...]:
+        return self._layers
+
+    @property
     def num_layers(self) -> int:
         return len(self._layers)
 
@@ -573,13 +590,14 @@ class StreamedModel:
         return self._run(zeros, zeros[0, :1], rows)
 
     @contextmanager
-    def resident(self, layer: int, device: torch.device) -> Iterator[int]:
-        """Have a layer in memory; gives the bytes read for it."""
+    def resident(self, layer: int, device: torch.device) -> Iterator[ResidentLayer]:
+        """Have a layer in memory."""
         module, parameters = self._layers[layer], self._inside[layer]
         compute_buffers(self._decoder, module, but=None, device=device)
         module.load_state_dict(state_of(parameters, self._weights, device), assign=True)
+        nbytes = sum(each.read_bytes(self._weights) for each in parameters)
         try:
-            yield sum(each.read_bytes(self._weights) for each in parameters)
+            yield ResidentLayer(layer, module, parameters, nbytes)
         finally:
             module.to("meta")
             return_free_memory()
@@ -790,6 +808,8 @@ layer."""
 
 States: TypeAlias = "list[torch.Tensor] | StateFile"
 """The hidden states of each batch, float32 ``[B, T, hidden]`` on the CPU."""
+Watch: TypeAlias = "Callable[[ResidentLayer], AbstractContextManager[object]]"
+"""Is entered once a layer is in memory, and left when all batches went through it."""
 Finish: TypeAlias = "Callable[[StreamedModel, States, int], int]"
 """Is called with the model, the last layer's outputs and the bytes of memory to use; returns bytes read."""
 
@@ -854,6 +874,16 @@ class LayerStream:
         with self._model() as model:
             return model.num_layers
 
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Its layers, on the meta device; raises PlanError as ``check``."""
+        with self._model() as model:
+            return model.layers
+
+    def width(self) -> int:
+        """Raises PlanError as ``check``."""
+        with self._model() as model:
+            return model.width
+
     def least_budget(self, shape: Shape) -> int:
         """Fewest bytes of memory for batches of up to this shape; raises PlanError as ``check``."""
         with self._model() as model:
@@ -868,13 +898,14 @@ class LayerStream:
         budget: int,
         spill: Path,
         tell: Callable[[int], None] = lambda _: None,
+        watch: Watch = nullcontext,
         finish: Finish = lambda *_: 0,
     ) -> int:
         """Visit the states of every batch at every layer, with one layer in memory at a time. ``batches``:
         tokens, int64 ``[B, T]`` on the CPU. ``budget``: bytes of memory to use; states that do not fit go to
         a file. ``spill``: directory for that file, of this call alone. ``tell``: called after each layer with
-        the bytes read so far; what it raises ends the reading. ``finish``:
-        called once, after the last layer. Returns bytes read."""
+        the bytes read so far; what it raises ends the reading. ``watch``: entered for each layer, and left
+        before ``tell``. ``finish``: called once, after the last layer. Returns bytes read."""
         if not batches:
             return 0
         shapes = [Shape(*each.shape) for each in batches]
@@ -890,8 +921,9 @@ class LayerStream:
                     states[batch] = hidden.cpu()
                     read += nbytes
                 for layer in range(model.num_layers):
-                    with model.resident(layer, device) as nbytes:
+                    with model.resident(layer, device) as resident, watch(resident):
                         for batch, shape in enumerate(shapes):
+                            resident.batch = batch
                             if shape not in calls:
                                 # They are made anew where they would take more than there is.
                                 if sum(map(model.call_bytes, (*calls, shape))) > limit:
@@ -901,7 +933,7 @@ class LayerStream:
                             output, router_input = model.run(layer, calls[shape][layer], hidden)
                             visit(layer, batch, hidden, router_input)
                             states[batch] = output.cpu()
-                    read += nbytes
+                    read += resident.read_bytes
                     tell(read)
                 calls.clear()
                 room = budget - model.outside_bytes - (held_nbytes if in_memory else 0)

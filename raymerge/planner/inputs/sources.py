@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -177,7 +177,43 @@ class TransplantSpec:
         return replace(self, base=opened(self.base), donor=opened(self.donor))
 
 
-StageSpec: TypeAlias = GateSpec | AlignSpec | TransplantSpec
+StatisticsKind: TypeAlias = Literal["experts", "inputs", "fisher"]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    path: str
+    digest: str
+    """Of the bytes of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSpec:
+    """Statistics of what a model computes for texts.
+
+    ``planner/calibration.py`` says what each kind's result holds."""
+
+    model: Source
+    kind: StatisticsKind
+    texts: tuple[CalibrationText, ...]
+    num_tokens: int
+    """Most tokens of each text."""
+    length: int | None
+    """Tokens of a window; None for the usual number."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self.model,)
+
+    @property
+    def owner(self) -> Source:
+        return self.model
+
+    def over(self, opened: Callable[[Source], Source]) -> CalibrationSpec:
+        return replace(self, model=opened(self.model))
+
+
+StageSpec: TypeAlias = GateSpec | AlignSpec | TransplantSpec | CalibrationSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +225,14 @@ class Stage:
     layout: FileLayout
     digest: str
     """Of everything that determines the result, as far as headers tell."""
+    made_at: str = ""
+    """Absolute path of a result that was made before, with which the stage is not carried out."""
 
     @property
     def directory(self) -> str:
-        """Where its result lies among those of other stages and merges: one place for equal stages."""
-        return f"{self.name}-{self.digest[:16]}"
+        """Where its result lies among those of other stages and merges: one place for equal stages. Absolute
+        for one that was made before."""
+        return self.made_at or f"{self.name}-{self.digest[:16]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +290,8 @@ def reads_far(sources: Sequence[Source]) -> bool:
 
 
 RESULT_FILE = "model.safetensors"
+STAGE_RECORD = ".raymerge/stage.json"
+"""Beside the result: title and digest of the stage, size and digest of the result, the report."""
 
 _TOKENIZER = (
     *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
@@ -291,6 +332,10 @@ def _plain(spec: StageSpec) -> dict[str, Any]:
         return {"kind": "align", "sources": sources, "layers": spec.layers, "neurons": spec.neurons}
     if isinstance(spec, TransplantSpec):
         return _plain_transplant(spec)
+    if isinstance(spec, CalibrationSpec):
+        texts = [each.digest for each in spec.texts]
+        asked = {"texts": texts, "tokens": spec.num_tokens, "length": spec.length}
+        return {"kind": "calibration", "statistics": spec.kind, "model": _fingerprints(spec.model), **asked}
     plain = {each.name: getattr(spec, each.name) for each in fields(spec)}
     experts, shared = ([asdict(each) for each in prompts] for prompts in (spec.experts, spec.shared))
     constants = [[e.name, e.dtype.value, e.shape, e.value] for e in spec.constants]

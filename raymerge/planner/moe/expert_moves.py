@@ -301,15 +301,7 @@ class ExpertSelection:
         return weights
 
     def _kept(self, block: ExpertBlock, scores: Sequence[float], drop: int) -> list[int]:
-        """Experts that remain when those with the lowest scores go, equally many of each group.
-
-        Of equal scores, the expert with the higher number goes."""
-        groups = self.num_groups()
-        size = block.num_experts // groups
-        gone: set[int] = set()
-        for group in range(groups):
-            members = range(group * size, (group + 1) * size)
-            gone |= set(sorted(members, key=lambda expert: (scores[expert], -expert))[: drop // groups])
+        gone = set(dropping_order(scores, self.num_groups())[:drop])
         return [expert for expert in range(block.num_experts) if expert not in gone]
 
     def num_groups(self) -> int:
@@ -487,6 +479,17 @@ class ExpertSelection:
     def _stack(self, source: int) -> str | None:
         main = self._sources[source].layer_stack(None)
         return main.prefix if main is not None else None
+
+
+def dropping_order(scores: Sequence[float], num_groups: int) -> list[int]:
+    """The order in which experts go: those with the lowest scores first, one of each group in turn. Of equal
+    scores, the expert with the higher number goes."""
+    size = len(scores) // num_groups
+    orders = [
+        sorted(range(first, first + size), key=lambda expert: (scores[expert], -expert))
+        for first in range(0, size * num_groups, size)
+    ]
+    return [expert for turn in zip(*orders, strict=True) for expert in turn]
 
 
 def regrouped(moves: Moves, blocks: Sequence[ExpertBlock], num_groups: int) -> list[int]:

@@ -18,6 +18,8 @@ from raymerge.merge_plan.plan import make_plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import (
     RESULT_FILE,
+    STAGE_RECORD,
+    CalibrationSpec,
     GateSpec,
     Prepared,
     Source,
@@ -30,14 +32,7 @@ from raymerge.publish.record import NAME, RECORD, Ledger, agree, check_agreement
 from raymerge.publish.staging import ResultStaging, file_states, is_untouched
 from raymerge.runtime.driver.run import Asked, resumable
 from raymerge.runtime.driver.unit_run import UnitRun, Units
-from raymerge.runtime.driver.versions import (
-    STAGE_RECORD,
-    digests_of,
-    file_versions,
-    is_whole,
-    result_digest,
-    stage_record,
-)
+from raymerge.runtime.driver.versions import digests_of, file_versions, is_whole, result_digest, stage_record
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import num_workers
 from raymerge.storage.local.store import LocalStore
@@ -65,6 +60,10 @@ def work_of(stage: Stage) -> StageWork:
         from raymerge.stages.transplant import transplant_work
 
         return transplant_work(stage)
+    if isinstance(stage.spec, CalibrationSpec):
+        from raymerge.stages.calibration.work import CalibrationWork
+
+        return CalibrationWork(stage, stage.spec)
     from raymerge.stages.alignment import align_work
 
     return align_work(stage)

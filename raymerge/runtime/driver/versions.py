@@ -15,8 +15,8 @@ from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.merge_plan.plan import Plan, weight_files
-from raymerge.planner.inputs.sources import RESULT_FILE, Prepared, Source
-from raymerge.publish.record import NAME, RECORD, conditions_in, object_at
+from raymerge.planner.inputs.sources import RESULT_FILE, STAGE_RECORD, Prepared, Source
+from raymerge.publish.record import NAME, conditions_in, object_at
 from raymerge.publish.run_records import records_of
 from raymerge.publish.shards import ranges_digest
 from raymerge.publish.staging import is_untouched
@@ -171,7 +171,6 @@ def _change(was: FileInfo, now: FileInfo) -> str:
     return f"it has {was.nbytes} bytes as before, but was written to"
 
 
-STAGE_RECORD = f"{RECORD}/stage.json"
 _CHUNK = 1 << 20
 
 

@@ -1,0 +1,183 @@
+"""Statistics of what a model computes for texts, decided before the model is run: what goes in, and the names
+and shapes of what comes out.
+
+By kind the result has, by canonical names:
+
+- ``experts``: for the experts of each layer, by their path, what ``EXPERT_FIGURES`` says, ``[E]`` each; and
+  ``.lost`` int64 ``[E + 1]``, the tokens whose experts all are among the n that are dropped first."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from raymerge.architectures.expert_fields import expert_fields
+from raymerge.checkpoints.header import TensorSpec, lay_out
+from raymerge.dtypes import DType
+from raymerge.errors import CheckpointError, Findings, PlanError, Problem
+from raymerge.planner.inputs.sources import (
+    RESULT_FILE,
+    STAGE_RECORD,
+    CalibrationSpec,
+    CalibrationText,
+    Source,
+    Stage,
+    StatisticsKind,
+    holdings,
+    make_stage,
+)
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
+from raymerge.recipes.calibration import Calibrate
+from raymerge.storage.local.store import LocalStore
+
+EXPERT_FIGURES: Mapping[str, DType] = {
+    "saliency": DType.F64,
+    "count": DType.I64,
+    "norm": DType.F64,
+    "weight": DType.F64,
+    "largest": DType.F64,
+}
+"""Of each expert: the mean of ``g |f|`` over the tokens that chose it (REAP, arXiv 2510.13999), their number,
+the mean of ``|f|``, the sum of ``g``, and the largest magnitude in any ``f``; f is the expert's output and g
+what the model multiplies it with."""
+
+
+def calibration_stage(
+    kind: StatisticsKind,
+    model: Source,
+    calibrate: Calibrate,
+    *,
+    place: str,
+    version: str,
+    texts: Sequence[str] = (),
+) -> Stage:
+    """The stage that runs a model on the texts of ``calibrate``, or on ``texts`` in their place.
+
+    ``place``: where in the recipe it is asked for. Raises PlanError: there are no texts, or they cannot be
+    read, or the model has nothing of the kind."""
+    paths = tuple(texts or calibrate.texts)
+    if not paths:
+        what = f"statistics of {model.name} are needed, and no texts are named to run it on."
+        raise PlanError(Problem(place, what, "Add 'calibrate: {texts: [FILE]}'."))
+    spec = CalibrationSpec(model, kind, _digested(paths, place), calibrate.tokens, calibrate.length)
+    return make_stage(
+        name=f"@{kind}-{xxhash.xxh3_64_hexdigest(str(model.reference).encode())}",
+        title=f"statistics of {model.name} ({kind})",
+        place=place,
+        spec=spec,
+        tensors=_tensors(kind, model),
+        version=version,
+    )
+
+
+def given_statistics(kind: StatisticsKind, model: Source, directory: str, *, place: str) -> Stage:
+    """The stage whose result ``raymerge calibrate`` left in a directory. Raises PlanError: there is none, or
+    it is of another kind or another model."""
+    root = os.path.abspath(os.path.expanduser(directory))
+    record = statistics_record(root, directory, place=place)
+    report = record["report"]
+    if report["statistics"] != kind:
+        what = f"holds statistics of the kind {report['statistics']}, and {kind} are needed."
+        remedy = f"Make them: raymerge calibrate MODEL --texts FILE --statistics {kind} -o DIR."
+        raise PlanError(Problem(f"{place}: {directory}", what, remedy))
+    if report["model_digest"] != model_digest(model):
+        what = f"holds statistics of {report['model']}, which is not {model.name}."
+        raise PlanError(Problem(f"{place}: {directory}", what, "Name the directory made of this very model."))
+    texts = tuple(CalibrationText(text["path"], text["digest"]) for text in report["texts"])
+    spec = CalibrationSpec(model, kind, texts, report["tokens"], report["length"])
+    return Stage(
+        name=f"@{kind}",
+        title=f"statistics of {model.name} ({kind})",
+        place=place,
+        spec=spec,
+        layout=lay_out(_tensors(kind, model)),
+        digest=record["result"]["digest"],
+        made_at=root,
+    )
+
+
+def statistics_record(root: str, given: str, *, place: str) -> Mapping[str, Any]:
+    """The record of a directory of statistics; raises PlanError where it is none."""
+    try:
+        record = json.loads((Path(root) / STAGE_RECORD).read_bytes())
+        if record["report"]["kind"] == "calibration" and (Path(root) / RESULT_FILE).is_file():
+            return dict(record)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    what = "is no directory of statistics."
+    remedy = "Name one that 'raymerge calibrate' made."
+    raise PlanError(Problem(f"{place}: {given}", what, remedy))
+
+
+_SAMPLES, _SAMPLE_NBYTES = 32, 256
+
+
+def model_digest(model: Source) -> str:
+    """Of the contents of a model, wherever it lies: names, shapes and samples of its weights."""
+    digest = xxhash.xxh3_128()
+    for holding in holdings([model]):
+        tensors = [tensor for _, tensor in sorted(holding.stored.items())]
+        digest.update(repr([(each.name, each.dtype.value, each.shape) for each in tensors]).encode())
+        chosen = tensors[:: max(1, len(tensors) // _SAMPLES)]
+        with holding.open() as store:
+            for each in chosen:
+                count = min(_SAMPLE_NBYTES, each.nbytes)
+                middle = each.offset + (each.nbytes - count) // 2
+                digest.update(store.read(each.key, middle, count))
+    return digest.hexdigest()
+
+
+def routed_blocks(model: Source) -> tuple[ExpertBlock, ...]:
+    """The layers with experts that run for a text: not those that predict further tokens."""
+    findings = Findings()
+    fields = expert_fields(model.checkpoint.config, model.rules)
+    count = fields.count.value if fields is not None else 0
+    blocks = expert_blocks(model, LogicalTensors(model), count, findings) if count else ()
+    if not findings.is_empty:
+        raise PlanError(findings.problems())
+    return tuple(block for block in blocks if not block.is_mtp)
+
+
+def _digested(paths: Sequence[str], place: str) -> tuple[CalibrationText, ...]:
+    problems: list[Problem] = []
+    texts: list[CalibrationText] = []
+    for path in paths:
+        whole = Path(os.path.abspath(os.path.expanduser(path)))
+        try:
+            with LocalStore(whole.parent) as store:
+                info = store.info(whole.name)
+                content = store.read(whole.name, 0, info.nbytes) if info is not None else None
+        except (OSError, CheckpointError):
+            content = None
+        if content is None:
+            problems.append(Problem(f"{place}: {path}", "there is no such file.", "Name a file of text."))
+        else:
+            texts.append(CalibrationText(path, xxhash.xxh3_128_hexdigest(content)))
+    if problems:
+        raise PlanError(problems)
+    return tuple(texts)
+
+
+def _of_experts(model: Source) -> Iterator[TensorSpec]:
+    blocks = routed_blocks(model)
+    if not blocks:
+        what = "has no layer with experts, of which statistics could be made."
+        raise PlanError(Problem(model.name, what, "Name a mixture of experts."))
+    for block in blocks:
+        count = block.num_experts
+        for figure, dtype in EXPERT_FIGURES.items():
+            yield TensorSpec(f"{block.canonical}.experts.{figure}", dtype, (count,))
+        yield TensorSpec(f"{block.canonical}.experts.lost", DType.I64, (count + 1,))
+
+
+_TENSORS: Mapping[StatisticsKind, Callable[[Source], Iterator[TensorSpec]]] = {"experts": _of_experts}
+
+
+def _tensors(kind: StatisticsKind, model: Source) -> tuple[TensorSpec, ...]:
+    return tuple(_TENSORS[kind](model))

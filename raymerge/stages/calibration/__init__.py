@@ -1,0 +1,1 @@
+"""Statistics of what models compute for texts, collected layer by layer."""
