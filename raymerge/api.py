@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -30,8 +30,9 @@ from raymerge.lora.writer import Combination, Extraction, ModuleReport, output_d
 from raymerge.merge_plan.joint import with_tables_of
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import Device, RunOptions
+from raymerge.planner.calibration import calibration_stage
 from raymerge.planner.inputs.in_memory import InMemoryModel, open_in_memory
-from raymerge.planner.inputs.sources import Source, open_reference, source_of, with_adapter
+from raymerge.planner.inputs.sources import Source, StatisticsKind, open_reference, source_of, with_adapter
 from raymerge.planner.inputs.training_run import run_files
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
@@ -47,6 +48,7 @@ from raymerge.recipe_search.planning import PlannedSearch
 from raymerge.recipe_search.planning import plan_search as planned_search
 from raymerge.recipe_search.report import with_trials
 from raymerge.recipe_search.trials import Trial, best_first, search_directory
+from raymerge.recipes.calibration import DEFAULT_TOKENS, Calibrate
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import (
@@ -75,6 +77,7 @@ from raymerge.recipes.sweep import (
 )
 from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
+from raymerge.runtime.driver.calibration_run import CalibrationRun
 from raymerge.runtime.driver.chained_merges import MergeJob
 from raymerge.runtime.driver.in_process import run_options
 from raymerge.runtime.driver.merge_store import open_merge
@@ -275,6 +278,49 @@ def evaluate(
                 return Evaluation(source.name, reader.length, chosen.type, losses)
 
             return Fallback(choose_device(device)).run(measure)
+
+
+def calibrate(
+    model: str | Path,
+    texts: Sequence[str | Path],
+    output: str | Path,
+    options: RunOptions | None = None,
+    *,
+    statistics: StatisticsKind = "experts",
+    tokens: int = DEFAULT_TOKENS,
+    length: int | None = None,
+    on_event: OnEvent | None = None,
+) -> Mapping[str, Any]:
+    """Run a model on texts, one layer in memory at a time, and leave statistics of what it computes, for
+    ``scores`` of an expert set and ``statistics`` of a merge. The same call goes on with what was stopped.
+
+    Args:
+        model: a directory, Hub name or address.
+        texts: files, UTF-8: text, or conversations (``.jsonl``).
+        output: directory of the statistics.
+        statistics: ``experts`` for how much each expert does, ``inputs`` for Gram matrices of what linear
+            maps see, ``fisher`` for the diagonal of the Fisher information.
+        tokens: most tokens of each file.
+        length: tokens of a window; None for 512, or what the model reads at once if that is less.
+
+    Returns: the report, as JSON values.
+
+    Raises:
+        CheckpointError: the model is absent, broken or unsupported.
+        PlanError: it cannot be run layer by layer, or a file has nothing to read.
+        OptionError: an option is invalid, or the memory too little for a layer.
+        TargetError: something else is at the output place.
+        NonFiniteError: the model computes NaN or infinity; which layer does, for which text."""
+    chosen, emit = options or RunOptions(), on_event or (lambda _: None)
+    reference = parsed_model(str(model))
+    source = with_adapter(source_of(0, reference, open_reference(reference)))
+    asked = Calibrate(texts=tuple(map(str, texts)), tokens=tokens, length=length)
+    stage = calibration_stage(statistics, source, asked, place="--texts", version=version("raymerge"))
+    run = CalibrationRun(stage, Path(os.path.realpath(output)), chosen, on_event=emit)
+    if chosen.address is None and (chosen.workers == 1 or run.num_units == 1):
+        chosen = replace(chosen, inline=True)
+    with _started(chosen, emit, parts=run.num_units) as pool:
+        return run.carry_out(pool)
 
 
 @contextmanager

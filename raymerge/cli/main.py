@@ -17,7 +17,7 @@ from raymerge.cli.completion import completion, prepare, schema
 from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
 from raymerge.cli.doctor import doctor
-from raymerge.cli.evaluate import evaluate
+from raymerge.cli.evaluate import calibrate, evaluate
 from raymerge.cli.init import init
 from raymerge.cli.inspect import inspect
 from raymerge.cli.mergekit import Verbs, command_class
@@ -71,6 +71,7 @@ def make_app() -> typer.Typer:
         push,
         diff,
         evaluate,
+        calibrate,
         inspect,
         methods,
         extract_lora,

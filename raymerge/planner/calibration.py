@@ -80,8 +80,11 @@ def given_statistics(kind: StatisticsKind, model: Source, directory: str, *, pla
     """The stage whose result ``raymerge calibrate`` left in a directory. Raises PlanError: there is none, or
     it is of another kind or another model."""
     root = os.path.abspath(os.path.expanduser(directory))
-    record = statistics_record(root, directory, place=place)
+    record = statistics_record(directory, place=place)
     report = record["report"]
+    if model.checkpoint.unwritten is not None:
+        what = f"holds statistics of {report['model']}, and {model.name} is not made yet."
+        raise PlanError(Problem(f"{place}: {directory}", what, "Name statistics of models that are there."))
     if report["statistics"] != kind:
         what = f"holds statistics of the kind {report['statistics']}, and {kind} are needed."
         remedy = f"Make them: raymerge calibrate MODEL --texts FILE --statistics {kind} -o DIR."
@@ -102,17 +105,18 @@ def given_statistics(kind: StatisticsKind, model: Source, directory: str, *, pla
     )
 
 
-def statistics_record(root: str, given: str, *, place: str) -> Mapping[str, Any]:
+def statistics_record(directory: str, *, place: str) -> Mapping[str, Any]:
     """The record of a directory of statistics; raises PlanError where it is none."""
+    root = Path(os.path.expanduser(directory))
     try:
-        record = json.loads((Path(root) / STAGE_RECORD).read_bytes())
-        if record["report"]["kind"] == "calibration" and (Path(root) / RESULT_FILE).is_file():
+        record = json.loads((root / STAGE_RECORD).read_bytes())
+        if record["report"]["kind"] == "calibration" and (root / RESULT_FILE).is_file():
             return dict(record)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     what = "is no directory of statistics."
     remedy = "Name one that 'raymerge calibrate' made."
-    raise PlanError(Problem(f"{place}: {given}", what, remedy))
+    raise PlanError(Problem(f"{place}: {directory}", what, remedy))
 
 
 _SAMPLES, _SAMPLE_NBYTES = 32, 256

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from kits.calibrations import make, reading_model, stage_of, windows_of, write_text
+from kits.command_line import run_command
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+import raymerge
+from raymerge.options import RunOptions
 
 LENGTH = 9
 
@@ -64,3 +69,32 @@ def test_figures_are_those_of_the_formula(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(found["norm"], own["norm"] / often, rtol=1e-5, atol=0)
         torch.testing.assert_close(found["weight"], own["weight"], rtol=1e-5, atol=0)
         torch.testing.assert_close(found["largest"], own["largest"], rtol=1e-5, atol=0)
+
+
+def test_drops_what_the_command_measured(tmp_path: Path) -> None:
+    reading_model(tmp_path / "model", "deepseek_v3")
+    text = write_text(tmp_path / "text.txt", 200)
+    given = ["calibrate", "model", "--texts", text.name, "--length", "20", "--inline", "-o", "statistics"]
+    made = run_command(*given, cwd=tmp_path)
+    assert made.code == 0, made.text
+    assert "drop 2" in made.text
+    tensors = load_file(tmp_path / "statistics" / "model.safetensors")
+    recipe = {
+        "base_model": str(tmp_path / "model"),
+        "experts": {"drop": 2, "scores": str(tmp_path / "statistics")},
+    }
+    raymerge.submit(recipe, tmp_path / "dropped", RunOptions(inline=True))
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("model", "dropped"))
+    for layer in (1, 2):
+        saliency = tensors[f"model.layers.{layer}.mlp.experts.saliency"]
+        stay = sorted(saliency.argsort(descending=True)[:2].tolist())
+        head = f"model.layers.{layer}.mlp"
+        for part in ("weight", "e_score_correction_bias"):
+            assert torch.equal(after[f"{head}.gate.{part}"], before[f"{head}.gate.{part}"][stay])
+        for number, expert in enumerate(stay):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                name = f"{head}.experts.{{}}.{part}.weight"
+                assert torch.equal(after[name.format(number)], before[name.format(expert)])
+    loaded = raymerge.verify_load(tmp_path / "dropped")
+    assert loaded.ran
+    assert not loaded.problems

@@ -353,6 +353,39 @@ def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
             console.print()
             console.print(heading(each.title))
             console.print(make_table(("", ""), _row_facts(each.report)))
+        elif each.report.get("statistics") == "experts":
+            console.print()
+            console.print(heading(each.title))
+            show_dropping(console, each.report)
+
+
+_SHARES = (1 / 8, 1 / 4, 1 / 2)
+# Of the experts of a layer, for which it is told what dropping them would mean.
+
+
+def show_dropping(console: Console, report: Mapping[str, Any]) -> None:
+    """Print for each layer what dropping the lowest experts would take from the texts."""
+    layers, groups = report["layers"], report["num_groups"]
+    count = len(layers[0]["shares"]) - 1
+    possible = dict.fromkeys(max(groups, round(count * share / groups) * groups) for share in _SHARES)
+    numbers = [number for number in possible if number < count]
+    titles = ("layer", "never chosen", f"under {report['few_below']} tokens", *(f"drop {n}" for n in numbers))
+    rows = [
+        (
+            str(each["layer"]),
+            str(each["never"]),
+            str(each["few"]),
+            *(f"{each['shares'][n]:.1%}, {each['lost'][n]}" for n in numbers),
+        )
+        for each in layers
+    ]
+    show_table(console, titles, rows, numbers=range(1, len(titles)))
+    tokens = sum(text["tokens"] for text in report["texts"])
+    console.print(
+        f"drop N: the share of the router's weight that the N lowest of {counted(count, 'expert')} carry, "
+        f"and how many of {counted(tokens, 'token')} lose all of their experts",
+        soft_wrap=True,
+    )
 
 
 def _row_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

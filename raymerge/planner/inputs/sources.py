@@ -31,7 +31,13 @@ from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
 from raymerge.checkpoints.components import component_files, is_collection
 from raymerge.checkpoints.dcp.layout import listed_files
 from raymerge.checkpoints.dcp.store import ASSEMBLED_NBYTES
-from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
+from raymerge.checkpoints.files import (
+    ADAPTER_CONFIG_FILE,
+    PICKLE_ENDINGS,
+    RECORD_DIRECTORY,
+    find_weights,
+    sort_files,
+)
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out
 from raymerge.checkpoints.pickles import conversion_command
 from raymerge.checkpoints.source import (
@@ -290,7 +296,7 @@ def reads_far(sources: Sequence[Source]) -> bool:
 
 
 RESULT_FILE = "model.safetensors"
-STAGE_RECORD = ".raymerge/stage.json"
+STAGE_RECORD = f"{RECORD_DIRECTORY}/stage.json"
 """Beside the result: title and digest of the stage, size and digest of the result, the report."""
 
 _TOKENIZER = (

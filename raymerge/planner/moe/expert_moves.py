@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from raymerge.deferred import torch
 from raymerge.documents.fields import FieldPath
 from raymerge.errors import CheckpointError, Findings, PlanError, Problem, UserError, shortlist
 from raymerge.merge_plan.elements import torch_dtype
+from raymerge.planner.calibration import given_statistics, statistics_record
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.sources import RESULT_FILE, Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.moe.expert_blocks import ExpertBlock
@@ -49,7 +51,8 @@ def file_scores(given: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, Layer
 
 
 def _path(given: str) -> Path:
-    remedy = "Give the path of a file, or 'weights' to have scores computed."
+    remedy = "Give the path of a file, 'weights' to have sizes computed, or a directory that 'raymerge "
+    remedy += "calibrate' made."
     try:
         path = Path(given).expanduser()
     except RuntimeError as error:
@@ -127,6 +130,8 @@ _LARGEST = 1e300
 
 def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
     given, place = recipe.experts.scores or "", recipe.where("experts", "scores")
+    if os.path.isdir(os.path.expanduser(given)):
+        return _of_statistics(given, resolver.sources[BASE], blocks, place)
     try:
         scores = _of_weights(resolver, blocks) if given == FROM_WEIGHTS else file_scores(given, blocks)
     except UserError as error:
@@ -153,14 +158,44 @@ def _objections(block: ExpertBlock, scores: LayerScores | None) -> Iterator[str]
         yield f"the scores of {where} hold NaN, infinity or a number beyond {_LARGEST:g}."
 
 
+def _of_statistics(given: str, source: Source, blocks: Sequence[ExpertBlock], place: str) -> Scores:
+    """Saliencies of a directory that ``raymerge calibrate`` made; sizes in layers that predict further
+    tokens, which no text runs."""
+    stage = given_statistics("experts", source, given, place=place)
+    measured = _tensors(Path(stage.made_at) / RESULT_FILE)
+    run, others = ([block for block in blocks if block.is_mtp is is_mtp] for is_mtp in (False, True))
+    saliencies = {block.path: measured[f"{block.canonical}.experts.saliency"] for block in run}
+    return saliencies | _sizes(source, others) if others else saliencies
+
+
+def dropping_risks(recipe: ExpertSetRecipe) -> Mapping[int, str]:
+    """What the texts that scores were measured on lose with the dropped experts, in words by layer; empty for
+    other scores."""
+    given, drop = recipe.experts.scores or "", recipe.experts.drop or 0
+    if not os.path.isdir(os.path.expanduser(given)):
+        return {}
+    report = statistics_record(given, place=recipe.where("experts", "scores"))["report"]
+    tokens = sum(text["tokens"] for text in report["texts"])
+    return {
+        each[
+            "layer"
+        ]: f" (of the router's weight {100 * each['shares'][drop]:.2g} %; all of their experts lose "
+        f"{each['lost'][drop]} of {tokens} tokens)"
+        for each in report["layers"]
+    }
+
+
 def _of_weights(resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
-    """``|down| * sqrt(|gate|^2 + |up|^2)`` with Frobenius norms: how much an expert can do to its input."""
     source = resolver.sources[BASE]
     if source.checkpoint.unwritten is not None:
         what = "scores are computed from weights while planning, and this model is not made yet."
         remedy = "Carry out the merge that makes it first, and name its output as base_model."
         raise PlanError(Problem(source.name, what, remedy))
     _refuse_codes(source, blocks)
+    return _sizes(source, blocks)
+
+
+def _sizes(source: Source, blocks: Sequence[ExpertBlock]) -> dict[str, LayerScores]:
     with Weights(source, keeps_run=True) as weights:
         return {
             block.path: tuple(_size(weights, block, expert) for expert in range(block.num_experts))
@@ -179,6 +214,7 @@ def _refuse_codes(source: Source, blocks: Sequence[ExpertBlock]) -> None:
 
 
 def _size(weights: Weights, block: ExpertBlock, expert: int) -> float:
+    """``|down| * sqrt(|gate|^2 + |up|^2)`` with Frobenius norms: how much an expert can do to its input."""
     head = f"{block.canonical}.experts.{expert}"
     squares = {each: _square(weights, f"{head}.{each}_proj.weight") for each in ("gate", "up", "down")}
     down, inner = squares.pop("down"), [square for square in squares.values() if square is not None]

@@ -28,7 +28,15 @@ from raymerge.planner.matching.compatibility import adapter_notes
 from raymerge.planner.matching.input_resolver import open_inputs
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
-from raymerge.planner.moe.expert_moves import BASE, ExpertSelection, Moves, NewExpert, read_scores, regrouped
+from raymerge.planner.moe.expert_moves import (
+    BASE,
+    ExpertSelection,
+    Moves,
+    NewExpert,
+    dropping_risks,
+    read_scores,
+    regrouped,
+)
 from raymerge.planner.moe.expert_outputs import (
     SHARED_FACTOR,
     ExpertInputs,
@@ -247,10 +255,12 @@ class _Builder:
         if own is not None:
             yield f"layers that predict further tokens keep experts of their own, {own} each"
         if self._recipe.experts.drop is not None:
+            risks = dropping_risks(self._recipe)
             for block in self._blocks:
                 used = _used(block, moves, self._recipe)
                 gone = ", ".join(str(expert) for expert in range(before) if expert not in used)
-                yield f"layer {block.layer}: left out for the lowest scores: {gone}"
+                risk = risks.get(block.layer, "")
+                yield f"layer {block.layer}: left out for the lowest scores: {gone}{risk}"
         layers = regrouped(moves, self._blocks, self._mover.num_groups())
         if layers:
             listed = ", ".join(map(str, layers))

@@ -19,7 +19,7 @@ from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import Finish, LayerStream, Purpose, Shape, Watch
 from raymerge.stages.texts import Text, Window
 
-UNIT_TOKENS = 32768
+UNIT_TOKENS = 16384
 """Tokens of a unit: it reads all of the model."""
 BATCH_TOKENS = 2048
 """Tokens that go through a layer at once."""

@@ -109,7 +109,7 @@ class ExpertStatistics:
             for name, values in {**figures, "largest": largest, "lost": lost}.items():
                 result.write(f"{block.canonical}.experts.{name}", values)
             layers.append(_layer_report(layer, count, weight[order], lost))
-        return {"layers": layers, "num_groups": self._num_groups}
+        return {"layers": layers, "num_groups": self._num_groups, "few_below": FEW_TOKENS}
 
 
 def tokens_lost(chosen: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
