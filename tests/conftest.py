@@ -74,11 +74,29 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_unsampled(items)
     names = (COMPILING, *WITHOUT_LOOPS, *LONG)
     place = {TESTS / name: number for number, name in enumerate(names)}
     rest = len(names)
     items.sort(key=lambda item: place.get(item.path, place.get(item.path.parent, rest)))
+
+
+def mark_unsampled(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked ``sample(n)`` all but n, evenly spread, are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        marker = each[0].get_closest_marker("sample")
+        assert marker is not None
+        (number,) = marker.args
+        usual = {index * len(each) // number for index in range(number)}
+        for index, item in enumerate(each):
+            if index not in usual:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -492,6 +492,7 @@ def _layers(
 
 
 class TestNames:
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize(
         ("other", "own", "layers"),
         [

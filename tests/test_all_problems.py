@@ -213,6 +213,7 @@ def _reported(documents: list[Data], root: Path, monkeypatch: pytest.MonkeyPatch
     return [f"{each.where}: {each.what}" for each in problems]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_mistake_is_reported_once_whatever_others_there_are(
     name: str, models: Path, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ def _like(model: torch.nn.Module) -> torch.nn.Module:
     return type(model)(model.config)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", one_in(3, SPARSE), ids=lambda kind: kind.name)
 def test_experts_of_every_family_are_kept_and_merged(kind: ModelType, tmp_path: Path) -> None:
     model = write_model(tmp_path / "base", kind, 1)
@@ -69,6 +70,7 @@ def test_a_mean_is_weighted_by_scores(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(kind.run(merged), kind.run(means), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpt_oss", "granitemoe", "dbrx", "deepseek_v3", "ernie4_5_moe"])
 def test_experts_are_added_in_other_layouts(name: str, tmp_path: Path) -> None:
     kind = sparse(name)

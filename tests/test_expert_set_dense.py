@@ -41,6 +41,7 @@ def _loaded(name: str, root: Path) -> torch.nn.Module:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "fused"), [(name, bool(n % 2)) for n, name in enumerate(FAMILIES)])
 def test_experts_side_by_side_are_the_mixture(name: str, fused: bool, tmp_path: Path) -> None:
     kind = sparse(name)
@@ -55,6 +56,7 @@ def test_experts_side_by_side_are_the_mixture(name: str, fused: bool, tmp_path: 
 Take = Callable[[torch.Tensor], torch.Tensor]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "fused", "change", "take"),
     [

@@ -28,6 +28,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 # Pickled weights
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("method", "files"), [("linear", 1), ("ties", 3), ("dare_ties", 3)])
 def test_pickled_weights_give_the_bytes_of_safetensors(method: str, files: int, tmp_path: Path) -> None:
     base = tiny_llama(tmp_path / "base", 0)

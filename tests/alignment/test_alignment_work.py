@@ -374,6 +374,7 @@ def _linear(*roots: Path, weight: float = 0.5, align: object = "experts") -> dic
     return {"merge_method": "linear", "align": align, "models": [_entry(r, weight=weight) for r in roots]}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", one_in(2, FAMILIES), ids=lambda family: f"{family.name}-{family.layout}")
 def test_a_model_and_itself_moved_give_the_model(tmp_path: Path, family: Family) -> None:
     model = make_model(family, 1)
@@ -383,6 +384,7 @@ def test_a_model_and_itself_moved_give_the_model(tmp_path: Path, family: Family)
     assert same_bytes(_merge(_linear(one, two), tmp_path / "out"), read_tensors(one))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("other", [QWEN, FUSED, LLAMA4], ids=lambda family: family.layout)
 def test_layouts_meet(tmp_path: Path, other: Family) -> None:
     other = replace(other, shared="")

@@ -29,6 +29,7 @@ def parents(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> list[P
     return make_parents(tmp_path_factory.mktemp("parents"), SIZE, tokenizer)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_recipe_can_be_carried_out(method: str, parents: list[Path]) -> None:
     made = plan(recipe(method, parents, SIZE.layers)).require()

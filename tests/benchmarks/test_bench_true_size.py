@@ -95,6 +95,7 @@ def _written_out(place: Path, seed: int, root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_what_is_discarded_has_the_digests_of_what_would_be_written(place: Path, tmp_path: Path) -> None:
     made = _discarded(place, tmp_path / "out", EventLog())
     models = [_written_out(place, seed, tmp_path / f"real{seed}") for seed in (0, 1)]

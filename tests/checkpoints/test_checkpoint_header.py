@@ -371,6 +371,7 @@ class TestReadBack:
         assert layout.nbytes == layout.data_start + 2**43 + 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("specs", "words"),
     [

@@ -400,6 +400,7 @@ class TestViews:
     def test_names_that_safetensors_cannot_have(self, tmp_path: Path, name: Any) -> None:
         assert "cannot be a name" in refusal_of(saved(tmp_path / "x.bin", {name: torch.ones(1)}))
 
+    @pytest.mark.slow
     def test_the_command_of_the_remedy_works(self, tmp_path: Path) -> None:
         tensors = {"good": torch.ones(2), "odd": torch.randn(3, 4).t()}
         path = saved(tmp_path / "pytorch_model.bin", {"model": {**tensors, "step": 7}})

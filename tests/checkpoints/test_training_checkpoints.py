@@ -222,6 +222,7 @@ def test_shards_for_the_hub_are_read_as_whole_tensors(tmp_path: Path) -> None:
         open_checkpoint(root, "a")
 
 
+@pytest.mark.slow
 def test_chunks_on_an_object_store_give_the_same_bytes(tmp_path: Path) -> None:
     roots = [save_chunks(tmp_path / f"m{seed}", tensors_of(seed), BOXES) for seed in (1, 2)]
     merge(mean_of(*roots), tmp_path / "near")
@@ -334,6 +335,7 @@ def test_a_merge_is_written_as_the_training_saved_it(as_safetensors: bool, tmp_p
     assert replay(tmp_path / "out").problems == ()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("choice", ["keep", "drop"])
 def test_state_of_the_training_is_copied_or_left_out(choice: str, tmp_path: Path) -> None:
     roots = saved_with_state(tmp_path)
@@ -464,6 +466,7 @@ class Killed(Exception):  # noqa: N818 - as if the process were gone
     pass
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("when", ["segments", "one file of many", "all files"])
 @pytest.mark.parametrize("choice", ["keep", "drop"])
 def test_resumed_after_a_kill_it_gives_the_same_bytes(
@@ -505,6 +508,7 @@ def test_resumed_after_a_kill_it_gives_the_same_bytes(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_lost_bytes_of_chunks_are_made_again(
     is_finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -584,6 +588,7 @@ def test_a_run_does_not_go_on_with_another_state(tmp_path: Path, monkeypatch: py
         submit(recipe, tmp_path / "out", INLINE)
 
 
+@pytest.mark.slow
 def test_sweep_gives_each_output_the_layout(tmp_path: Path) -> None:
     roots = saved_with_state(tmp_path)
     recipe = mean_of(*roots, layout=str(roots[0]))
@@ -760,6 +765,7 @@ def _metadata(described: bytes, places: bytes = b"}", paths: bytes = b"}") -> by
     return b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(" + state + b"ub."
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("nested", NESTED)
 def test_nested_values_in_metadata_are_refused_at_once(nested: str, tmp_path: Path) -> None:
     root, value = save_chunks(tmp_path / "a", {"w": torch.ones(2)}, {}), NESTED[nested]

@@ -76,6 +76,7 @@ def block(run: object, **keys: object) -> dict[str, Any]:
     return {"checkpoints": {"root": str(run), "schedule": "linear", **keys}, "out_dtype": "float32"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_checkpoint_of_a_step_is_taken_from_where_the_trainer_puts_it(
     layout: str, tmp_path: Path
@@ -157,6 +158,7 @@ def _replaced(place: Path, save: Callable[[Path, torch.Tensor], None], seed: int
     save(place, weight(seed))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["torchtitan", "accelerate", "transformers"])
 def test_an_average_does_not_go_on_if_what_it_is_made_of_was_replaced(layout: str, tmp_path: Path) -> None:
     run, save = tmp_path / "run", LAYOUTS[layout][1]
@@ -210,6 +212,7 @@ def test_an_average_does_not_go_on_beside_checkpoints_that_it_lacks(tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 def test_a_run_in_an_object_store_is_looked_into_too(tmp_path: Path) -> None:
     run, before = tmp_path / "run", tmp_path / "out" / "window-2"
     with s3_server() as server:

@@ -59,6 +59,7 @@ def test_notes_alone_hinder_nothing(asked: Any, tmp_path: Path, monkeypatch: pyt
     assert outcome.text.endswith("nothing is in the way of a merge; 1 note\n")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("args", "profile", "expected"),
     [

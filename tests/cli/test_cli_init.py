@@ -170,6 +170,7 @@ def _init(folder: Path, *args: str, **more: Any) -> Outcome:
     return run_command("init", *args, cwd=folder, **more)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_recipe_plans_as_written_and_with_each_setting_that_it_offers(scene: str, tmp_path: Path) -> None:
     make, flag, expected = SCENES[scene]
@@ -223,6 +224,7 @@ def test_adapters_give_a_recipe_that_makes_an_adapter(tmp_path: Path) -> None:
         assert done.code == 0, done.text + changed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("base", "said"),
     [
@@ -298,6 +300,7 @@ def test_models_that_do_not_fit_are_told_as_a_plan_tells_it(tmp_path: Path) -> N
     assert not (tmp_path / "recipe.yml").exists()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("args", "words"),
     [

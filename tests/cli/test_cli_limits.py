@@ -356,6 +356,7 @@ def profile(s3: S3Server, tmp_path: Path) -> str:
     return "run.yml"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("command", "said"),
     [

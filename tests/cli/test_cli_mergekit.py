@@ -178,6 +178,7 @@ def test_an_option_that_nobody_has_is_an_error_as_before(folder: Path) -> None:
     outcome.check_refusal("--wrkers")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("given", "right"),
     [

@@ -63,6 +63,7 @@ def _misshapen(folder: Path) -> Path:
     return write_checkpoint(folder / "two", tensors, llama_config()).parent
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "text"), [("plan-mean", MEAN), ("plan-stack", STACK), ("plan-ties", TIES)])
 def test_a_plan_reads_as_it_was_looked_at(name: str, text: str, tmp_path: Path) -> None:
     outcome = _plan(make_models(tmp_path), text)
@@ -236,6 +237,7 @@ def _said(*words: str) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("pairs", ["{} {} {}", "{} --simulate {} {}", "{},{},{}"])
 def test_a_run_is_predicted_as_the_issue_writes_it(pairs: str, tmp_path: Path) -> None:
     args = pairs.format("workers=64", "storage=2GB/s", "startup=8s").split()
@@ -440,6 +442,7 @@ def test_the_table_lists_every_method(tmp_path: Path) -> None:
         assert method.summary in line
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", list(methods()))
 def test_a_method_shows_its_parameters(name: str, tmp_path: Path) -> None:
     outcome = run_command("methods", name, cwd=tmp_path)

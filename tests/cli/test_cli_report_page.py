@@ -103,6 +103,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sentence", FAULTS)
 def test_the_first_screen_names_a_planted_fault(sentence: str) -> None:
     assert sentence in first_screen(make_page(FAULTS[sentence]()))

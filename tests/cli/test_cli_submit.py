@@ -90,6 +90,7 @@ def test_a_stopped_run_names_the_command_that_goes_on(
     assert "next:" not in run_command(*command, "--run", "run-1", cwd=folder).text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("args", "place"), [((), "recipe-merged"), (("-o", "out"), "out"), (("out",), "out")]
 )
@@ -330,6 +331,7 @@ def test_the_json_is_a_list_with_names(chain_folder: Path) -> None:
     assert all("tensors" not in each for each in found)
 
 
+@pytest.mark.slow
 def test_what_is_made_on_the_way_may_lie_elsewhere(chain_folder: Path) -> None:
     done = _submit(chain_folder, "-o", "out", "--keep-intermediates", "--steps", "steps")
     assert done.code == 0, done.text
@@ -348,6 +350,7 @@ def test_what_is_made_on_the_way_may_lie_elsewhere(chain_folder: Path) -> None:
     assert "not audited: 30 tensors" in run_command(*audit, cwd=chain_folder).text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", [("plan",), ("submit", "--dry-run"), ("submit", "--inline")])
 def test_towards_a_store_it_must_be_named(chain_folder: Path, how: tuple[str, ...]) -> None:
     outcome = run_command(how[0], "recipe.yml", "-o", "s3://b/out", *how[1:], cwd=chain_folder)
@@ -373,6 +376,7 @@ def test_too_little_memory_is_told_once_for_each_cause(chain_folder: Path) -> No
     assert causes == ["--memory: 1.05 MB a worker are too little for any merge."]
 
 
+@pytest.mark.slow
 def test_intermediates_are_kept_on_demand_and_used_again(chain_folder: Path) -> None:
     outcome = _submit(chain_folder, "--keep-intermediates")
     assert outcome.code == 0, outcome.text
@@ -533,6 +537,7 @@ def test_a_run_is_followed_at_once(recipe: Path, tmp_path: Path, monkeypatch: py
     assert asked == ["logs", "report"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -67,6 +67,7 @@ def test_the_plan_as_json_has_the_same(folder: Path) -> None:
     assert told["written_bytes"] == sum(each["written_bytes"] for each in told["outputs"])
 
 
+@pytest.mark.slow
 def test_results_between_are_told_and_kept_once_for_all_outputs(folder: Path) -> None:
     write_recipe(folder, f"name: mean\n{MEAN}---\n{SWEEP.replace('model: two', 'model: mean')}")
     plan = ("plan", "recipe.yml", "-o", "outs")
@@ -81,6 +82,7 @@ def test_results_between_are_told_and_kept_once_for_all_outputs(folder: Path) ->
     assert "not kept" not in audit.text
 
 
+@pytest.mark.slow
 def test_a_simulated_sweep_reads_once_for_what_is_made_together(folder: Path) -> None:
     simulate = ("--simulate", "workers=2 storage=1GB/s startup=1s")
     told = json.loads(_run(folder, "plan", "recipe.yml", "--json", *simulate).text)

@@ -46,6 +46,7 @@ def test_a_mean_is_what_torch_gives(num: int, largest: int) -> None:
     assert out.tobytes() == expected.bfloat16().view(torch.int16).numpy().tobytes()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("num", [1, 2, 6, 7])
 @pytest.mark.parametrize("factor", [1.0, 0.7])
 def test_a_sum_on_a_base_is_what_torch_gives(num: int, factor: float) -> None:

@@ -112,6 +112,7 @@ def _asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> No
     monkeypatch.setattr(cluster, "_QUESTION", "question")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("program", "fact"),
     [

@@ -254,6 +254,7 @@ def test_the_system_knows_of_peaks_between_two_looks(before: int, peak: int) -> 
     assert watch.peak_bytes == peak
 
 
+@pytest.mark.slow
 def test_what_was_freed_again_before_anybody_looked_is_in_the_peak() -> None:
     """In a process of its own, which was never larger before."""
     code = (

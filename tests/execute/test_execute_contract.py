@@ -343,6 +343,7 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", slow_but([*methods(), *(f"{name} by row" for name in WISE), "copy"], *QUICK))
 def test_every_method_has_no_more_in_use_than_was_stated(
     name: str, streamed: dict[str, dict[str, Any]], tmp_path: Path
@@ -374,6 +375,7 @@ def _sparse(self: LocalStore, key: str, nbytes: int) -> None:
         stream.truncate(nbytes)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_tensor_of_21_gb_is_made_within_a_few_mib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,6 +445,7 @@ def coded_recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
 CODED = ("codes", "codes with numbers", "ties of codes", "slerp of codes", "to numbers", "to codes")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(CODED, "codes", "ties of codes", "to codes"))
 def test_codes_have_no_more_in_use_than_was_stated(
     name: str, coded_recipes: Mapping[str, Mapping[str, Any]], tmp_path: Path

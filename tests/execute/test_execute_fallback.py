@@ -66,6 +66,7 @@ def _fail(gpu: SimulatedGpu, place: str, error: Failure) -> None:
 PLACES = ("pin", "allocate", "copy_", "sub_", "synchronize")
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "error", [_full, _broken, _cublas, _cusolver], ids=["full", "broken", "cublas", "cusolver"]

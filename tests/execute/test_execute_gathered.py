@@ -246,6 +246,7 @@ def _everything(stock: Stock) -> tuple[Read, Read]:
     return gathered(0, first), gathered(0, second)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_tiles_and_threads_change_no_byte(
     method: str, stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -430,6 +431,7 @@ def _peak(bench: Bench) -> int:
     return meter.peak_bytes + buffers.most
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_measured_memory_stays_within_the_projection(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

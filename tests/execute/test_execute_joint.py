@@ -110,6 +110,7 @@ def _check(sweep: list[dict[str, Any]], root: Path, budget: int) -> tuple[int, i
     return sum(each.read_bytes for each in receipts), apart
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(sorted(methods()), "linear", "ties", "slerp", "dare_ties", "iso_c"))
 def test_outputs_of_one_read_are_those_of_separate_merges(name: str, family: Family, tmp_path: Path) -> None:
     read, apart = _check(_sweep(recipes(family)[name]), tmp_path, ROOMY)
@@ -119,6 +120,7 @@ def test_outputs_of_one_read_are_those_of_separate_merges(name: str, family: Fam
     assert read < apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["linear", "ties", "slerp", "della", "model_stock", "sce"], "ties"))
 def test_little_memory_changes_no_byte_and_is_kept(name: str, wide: Family, tmp_path: Path) -> None:
     sweep = _sweep(recipes(wide)[name])[:3]
@@ -142,6 +144,7 @@ MAKERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_but(MAKERS, "MXFP4 stacks", "NVFP4"))
 def test_codes_of_one_read_are_those_of_separate_merges(name: str, tmp_path: Path) -> None:
     parents = [MAKERS[name](tmp_path / str(seed), seed) for seed in (1, 2)]
@@ -155,6 +158,7 @@ def test_codes_of_one_read_are_those_of_separate_merges(name: str, tmp_path: Pat
     _check(arcs, tmp_path / "arcs", ROOMY)
 
 
+@pytest.mark.slow
 def test_windows_of_the_same_checkpoints_read_each_once(
     wide: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +219,7 @@ def test_plans_of_a_sweep_travel_as_one(family: Family) -> None:
     assert sizes[1] < 1.1 * sizes[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("beside", [2 * MIB, ROOMY])
 def test_adapters_of_one_output_never_reach_another(beside: int, tmp_path: Path) -> None:
     """However many of them are made with a read of their own, for want of memory."""

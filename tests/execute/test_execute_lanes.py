@@ -117,6 +117,7 @@ def _free_turns(bench: Bench) -> int:
     return int(found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("pairs")
 @pytest.mark.parametrize(
     ("method", "call", "number"),
@@ -211,6 +212,7 @@ class _Broken(LocalStore):
         super().sync(key)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["read", "sample", "write", "sync"])
 def test_storage_that_fails_leaves_no_turn_held_and_no_thread(
     place: str, long: Family, tmp_path: Path
@@ -628,6 +630,7 @@ def _sources(bench: Bench, store: type[LocalStore]) -> None:
         cast(Any, each)._open_files._opened = cast(Any, each)._compare_opened
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("maps_all")
 @pytest.mark.parametrize("name", ["linear", "ties", "passthrough"])
 def test_mapped_inputs_give_the_bytes_of_copied_ones(name: str, long: Family, tmp_path: Path) -> None:

@@ -484,6 +484,7 @@ def _run_all(bench: Bench) -> list[Any]:
     return [bench.runner.run(number) for number in bench.segments]
 
 
+@pytest.mark.slow
 def test_inputs_that_fit_are_read_once_for_all_passes(large: Family, tmp_path: Path) -> None:
     recipe = recipes(large)["ties"]
     once = sum(r.read_bytes for r in _run_all(make_bench(recipe, tmp_path / "a", budget=1 << 30)))

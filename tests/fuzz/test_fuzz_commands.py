@@ -103,6 +103,7 @@ NAMES = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", one_in(2, NAMES))
 def test_names_cannot_steer_the_terminal(folder: Path, tmp_path: Path, name: str) -> None:
     tensors = read_tensors(folder / "base")

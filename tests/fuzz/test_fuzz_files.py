@@ -23,11 +23,13 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
     return make_targets(tmp_path_factory.mktemp("fuzz"))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", TARGETS)
 def test_sound_files_are_taken(targets: dict[str, Target], name: str) -> None:
     assert refuses_or_takes(lambda: targets[name].read(targets[name].sample))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("examples", slow_but([5, 30], 5))
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_bytes(targets: dict[str, Target], name: str, examples: int) -> None:
@@ -41,6 +43,7 @@ def test_damaged_bytes(targets: dict[str, Target], name: str, examples: int) -> 
     check()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("examples", slow_but([5, 30], 5))
 @pytest.mark.parametrize("name", JSON)
 def test_other_values(targets: dict[str, Target], name: str, examples: int) -> None:

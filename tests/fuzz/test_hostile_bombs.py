@@ -192,6 +192,7 @@ PICKLES = {
 
 
 class TestPickles:
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("kind", PICKLES)
     def test_a_description_larger_than_its_file_is_refused(
         self, kind: str, model: Path, tmp_path: Path

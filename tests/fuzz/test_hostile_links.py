@@ -124,6 +124,7 @@ class TestOutput:
             merge(documents(root=str(tmp_path)), tmp_path / "out")
         assert _contents(elsewhere) == {"diary.txt": KEPT}
 
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize(
         "place", [f"model.safetensors{UNFINISHED}", "model.safetensors", "raymerge", "raymerge/ledger.jsonl"]
     )

@@ -71,6 +71,7 @@ def _files(output: Path) -> dict[str, str]:
     return {name: digest for name, digest in digests(output).items() if not name.startswith("raymerge/")}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(sorted(methods()), "ties", "sce", "slerp", "iso_c", "della"))
 def test_every_method(name: str, tmp_path: Path) -> None:
     """That its kernels do, with settings of all kinds, is in the kit of methods."""
@@ -93,6 +94,7 @@ MAKERS: Mapping[str, Callable[[Path, int], QuantisedModel]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", MAKERS)
 def test_formats_in_and_out(form: str, tmp_path: Path) -> None:
     models = [MAKERS[form](tmp_path / f"{seed}", seed) for seed in range(2)]
@@ -135,6 +137,7 @@ def test_all_golden_merges(tmp_path: Path) -> None:
             _check_merge(recipe, tmp_path / name, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["ties", "linear", "slerp", "della", "iso_c"], "ties"))
 def test_several_plans_are_made_of_one_read(name: str, tmp_path: Path) -> None:
     recipe = recipes(make_family(tmp_path / "family", hidden=256))[name]

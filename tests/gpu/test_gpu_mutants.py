@@ -258,6 +258,7 @@ def _run(bench: Bench) -> Tensors:
     return dict(bench.written()) | digests
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", sorted({each.case for each in MUTANTS}))
 @pytest.mark.parametrize("seed", one_in(4, SEEDS))
 def test_every_seed_gives_the_bytes_of_the_processor(
@@ -267,6 +268,7 @@ def test_every_seed_gives_the_bytes_of_the_processor(
         assert _run(benches(case, "cuda")) == expected(case)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.what)
 def test_mutants_show(mutant: Mutant, benches: Any, expected: Any) -> None:
     right = expected(mutant.case)

@@ -41,6 +41,7 @@ def _check(name: str, root: Path, make: Make, seeds: range = range(2)) -> None:
         assert gpu.operations > 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", slow_but(MODES, "router_input", "ridge"))
 def test_router_rows(mode: str, tmp_path: Path) -> None:
     """Of hidden states, for which transformers runs the model's layers on it."""
@@ -69,6 +70,7 @@ def test_losses(tmp_path: Path) -> None:
         assert gpu.operations > 0
 
 
+@pytest.mark.slow
 def test_experts_are_put_in_order(tmp_path: Path) -> None:
     family = mixtures.MIXTRAL
     model = mixtures.make_model(family, 1)
@@ -106,6 +108,7 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
     _check("adapter_model.safetensors", tmp_path, merged)
 
 
+@pytest.mark.slow
 def test_rows_of_tokens_are_pursued(tmp_path: Path) -> None:
     base_tokens, donor_tokens = byte_level(420, plain_text("english")), metaspace(460, plain_text("code"))
     base = write_model(tmp_path / "base", base_tokens, BYTE_LEVEL, seed=1)

@@ -272,6 +272,7 @@ def test_parameters_of_other_methods_are_noted(tmp_path: Path) -> None:
     assert combination.notes == ("'density' has no effect on linear and is accepted for compatibility",)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "block"),
     [("linear", {}), ("linear", {"combine": "concatenate"}), ("ties", {}), ("dare_linear", {"rank": 9})],

@@ -74,6 +74,7 @@ def expected_loss(model: Any, given: Sequence[Window]) -> float:
     return total / count
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", slow_but(FAMILIES, *DISTINCT))
 def test_as_the_whole_model(tmp_path: Path, name: str) -> None:
     base = make_base(name, tmp_path / "model")

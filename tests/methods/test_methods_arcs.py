@@ -129,6 +129,7 @@ def test_nuslerp_weights_count_by_their_ratio(weights: tuple[float, float], t: f
     torch.testing.assert_close(run("nuslerp", Case(sources=sources_of(*weights)), None, sources), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [ROWS, COLUMNS])
 @pytest.mark.parametrize("shape", [(BLOCK, 1), pytest.param((2, BLOCK // 2, 1), marks=pytest.mark.slow)])
 def test_the_numbers_of_many_vectors_stay_within_the_declaration(

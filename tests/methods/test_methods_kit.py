@@ -257,6 +257,7 @@ def _liar(**said: Any) -> _Liar:
     return _Liar(replace(method_named("linear"), **said))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "find",
     [

@@ -246,6 +246,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
     assert bad_columns.nonzero().tolist() == [[4]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(1, 3 * BLOCK), (144, 4096), (3 * BLOCK, 1)])
 @pytest.mark.parametrize("of_rows", [row_grams, pytest.param(row_grams_in_torch, marks=pytest.mark.slow)])
 def test_temporaries_take_a_tile(shape: tuple[int, int], of_rows: OfRows) -> None:

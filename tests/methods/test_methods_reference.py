@@ -105,6 +105,7 @@ GRID: dict[str, tuple[list[dict[str, Value]], list[dict[str, Value]]]] = {
 }
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", GRID)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_of_weighted_deltas(name: str, weights: tuple[float, ...]) -> None:
@@ -648,6 +649,7 @@ def assert_same(trial: Trial, given_: Settings, stored: Stored, num_steps: int, 
     kernel.apply_stored(stored.part(0, 0), given_, other, out[:0])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("trial", slow_but([*COMBINED, *SPARSIFIED], *COMBINED[::3], *SPARSIFIED[::3]))
 @hypothesis_settings(deadline=None, max_examples=10)
 @given(data=st.data(), count=st.sampled_from(COUNTS), seed=st.integers(0, 200), tiles=st.integers(1, 3))

@@ -37,6 +37,7 @@ AVERAGED = (
 """Families of every kind of layers, and those with rules of their own that no other fast test merges."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", slow_but(ALL, *AVERAGED))
 def test_the_mean_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = ALL[name], parents_of(ALL[name])
@@ -80,6 +81,7 @@ PARTS: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
 CASES = [(name, module) for name, parts in PARTS.items() for module in parts]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "module"), one_in(5, CASES))
 def test_one_module_is_merged_and_the_others_copied(
     name: str, module: str, parents_of: ParentsOf, tmp_path: Path
@@ -102,6 +104,7 @@ def test_one_module_is_merged_and_the_others_copied(
     load_as_strictly(kind, tmp_path / "out", parents.info)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_encoder_and_decoder_merged_in_ways_of_their_own(
     name: str, parents_of: ParentsOf, tmp_path: Path
@@ -238,6 +241,7 @@ def stacked(pieces: Sequence[tuple[Path, tuple[int, int]]]) -> dict[str, object]
     return stack(*slices)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", one_in(9, STACKED))
 def test_layers_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = STACKED[name], parents_of(STACKED[name])
@@ -258,6 +262,7 @@ def test_layers_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path) 
     assert kind.run(model).isfinite().all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", one_in(4, ALONE))
 def test_layers_of_one_encoder(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = ALONE[name], parents_of(ALONE[name])
@@ -353,6 +358,7 @@ ELSEWHERE = {
 """Names of families that have no model here."""
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", TIED_NAMES)
 def test_names_of_head_and_embedding(name: str) -> None:
     ties = getattr(transformers, TYING[name].architecture)._tied_weights_keys
@@ -370,6 +376,7 @@ def test_names_of_families_that_are_not_built_here(name: str) -> None:
         assert (pair.head, pair.embedding) == (head, embedding)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", one_in(3, UNTIED))
 def test_a_tied_model_and_one_with_a_head_of_its_own(name: str, tmp_path: Path) -> None:
     kind: ModelType = TYING[name]

@@ -57,6 +57,7 @@ def _set_tables(model: Any) -> None:
             table.copy_(torch.randint(model.config.n_routed_experts, table.shape, generator=generator))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "is_base_published"), slow_but(CASES, ("glm5_next", True), ("kimi_k25", False))
 )

@@ -63,6 +63,7 @@ def recipe_of(method: str, roots: tuple[str, ...]) -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": roots[0], "models": entries}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", slow_but(METHODS, "ties"))
 @pytest.mark.parametrize("name", slow_but((*FAMILIES, *FURTHER), *TRIED))
 def test_a_family_merges_as_in_float64(
@@ -196,6 +197,7 @@ def test_single_experts_and_fused_ones(
     assert same(single.state_dict(), stacked.state_dict())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "method"), slow_but(STACKED, *STACKED[:1], *STACKED[3:5], *STACKED[6:]))
 def test_stacked_experts_and_single_ones(
     name: str, method: str, ancestry_of: AncestryOf, tmp_path: Path
@@ -217,6 +219,7 @@ FLOAT32 = ("deepseek_v3", "glm4_moe", "minimax_m2", "jamba", "hunyuan_v1_moe", "
 PREDICTING = [name for name, family in FAMILIES.items() if family.prediction]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(FLOAT32, "glm4_moe", "jamba", "ernie4_5_moe"))
 def test_float32_stays_beside_bfloat16(name: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:
     """Arithmetic is float32 for all, with one rounding of what is stored in bfloat16."""
@@ -303,6 +306,7 @@ def test_an_assembly_of_experts(name: str, ancestry_of: AncestryOf, tmp_path: Pa
 REST = ["embedding", "head", "norm", "attention", "mlp", "shared_expert", "router", "router_bias", "other"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", ["merge", "base", "other"])
 @pytest.mark.parametrize("name", one_in(6, ROUTED))
 def test_routers_by_policy(name: str, policy: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:

@@ -51,23 +51,31 @@ def outcome(mutation: Mutation, copy: Path) -> str:
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     try:
         run = run_tests(mutation.tests.split(), copy, timeout=SECONDS)
+        if not run.returncode:
+            slow = run_tests(mutation.tests.split(), copy, timeout=SECONDS, marks="slow")
+            return "survived" if slow.returncode in (0, *NO_TESTS) else "caught"
     except subprocess.TimeoutExpired:
         return "caught"
     finally:
         path.write_text(text, encoding="utf-8")
     if run.returncode in NO_TESTS:
         return f"no tests: {run.stdout[-300:]}{run.stderr[-300:]}"
-    return "caught" if run.returncode else "survived"
+    return "caught"
 
 
 def run_tests(
-    names: Iterable[str], copy: Path, *, processes: int = 0, timeout: float | None = None
+    names: Iterable[str],
+    copy: Path,
+    *,
+    processes: int = 0,
+    timeout: float | None = None,
+    marks: str = "not service and not slow",
 ) -> subprocess.CompletedProcess[str]:
     """Run test files against a copy of the package, until one fails."""
     # -P: the checkout, which is the working directory, must not come before the copy.
     command = [
         *(sys.executable, "-P", "-m", "pytest", "-q", "-x"),
-        *("-p", "no:cacheprovider", "-n", str(processes)),
+        *("-p", "no:cacheprovider", "-n", str(processes), "-m", marks),
     ]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     tests = [f"tests/{name}" for name in names]

@@ -185,6 +185,7 @@ OTHERS = {"transformer.h.0.attn.c_attn": (24, 8), "transformer.h.0.mlp.c_proj": 
 class TestSquares:
     """peft goes by the class of a module; what its file says of the orientation is that of the last."""
 
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("declared", [True, False])
     @pytest.mark.parametrize("others", [(), tuple(OTHERS)[1:2], tuple(OTHERS)[2:], tuple(OTHERS)])
     def test_on_gpt2(self, tmp_path: Path, declared: bool, others: tuple[str, ...]) -> None:
@@ -212,6 +213,7 @@ class TestSquares:
             expected[f"{module}.weight"] += _product(factors, module)
         check_close(merge_here(one(f"{llama}+{lora}"), tmp_path / "out"), expected)
 
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize(
         ("declared", "others", "decoder", "is_turned"),
         [
@@ -269,6 +271,7 @@ class TestStacks:
         tensors = {name: torch.zeros(8, 8) for name in names} | {"model.shared.weight": torch.zeros(16, 8)}
         return write_checkpoint(root, tensors, {"model_type": "of_its_own", "num_hidden_layers": 1})
 
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("stack", ["encoder", "model.of_its_own.decoder", "transformer.encoder"])
     def test_each_finds_its_own(self, tmp_path: Path, stack: str) -> None:
         base = self._model(tmp_path / "base", "encoder", "decoder")

@@ -122,6 +122,7 @@ def test_pieces_read_what_lies_behind_the_pieces_before(plan: Plan) -> None:
             assert read["offset"] == behind["offset"] + behind["nbytes"]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(("table", "column"), [pair for pair in COLUMNS if pair not in FREE])
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
@@ -161,6 +162,7 @@ def test_what_only_the_digest_guards_is_noticed_by_it(plan: Plan, table: str, co
     assert problem.where == "plan, digest"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("table", USED)
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
@@ -480,6 +482,7 @@ def test_sound_plans_are_found_sound(fp8: Plan, mxfp4: Plan) -> None:
     assert {each["dtype"] for each in inputs if each["scales"] >= 0} == {"F8_E4M3"}
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("table", "column"), one_in(2, [pair for pair in SCALE_COLUMNS if pair not in SCALE_FREE])
 )
@@ -554,6 +557,7 @@ def test_scales_with_other_copies_than_their_codes_are_noticed(fp8: Plan) -> Non
     assert "its scales have other copies than it has" in _said(changed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("damage", [without_row, with_row_twice])
 def test_scales_left_out_or_repeated_are_noticed(scales_plan: Plan, damage: Damage) -> None:
     _notice_every_row(scales_plan, "scales", damage)
@@ -789,6 +793,7 @@ COLUMNS_USED = [
 ]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("table", "column"), [*COLUMNS_USED, ("inputs", "gather")])
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
@@ -842,6 +847,7 @@ def test_references_outside_are_noticed(assembly_plan: Plan, table: str) -> None
         assert all(check_plan(tampered(assembly_plan, table, column, {0: value})) for value in values)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("table", ["gathers", "gather_inputs", "factors", "runs"])
 @pytest.mark.parametrize("damage", [without_row, with_row_twice])
 def test_rows_left_out_or_repeated_are_noticed(assembly_plan: Plan, table: str, damage: Damage) -> None:

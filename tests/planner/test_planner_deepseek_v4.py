@@ -135,6 +135,7 @@ def _with_table(root: Path, table: torch.Tensor | None, name: str = TABLE) -> Pa
     return write_checkpoint(root, tensors | ({} if table is None else {name: table}), read_config(root))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "dtype"), [(TABLE, torch.int64), (MODULE_TABLE, torch.int32)])
 def test_tables_are_compared_by_numbers_in_either_spelling(
     name: str, dtype: torch.dtype, tmp_path: Path

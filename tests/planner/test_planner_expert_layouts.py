@@ -106,6 +106,7 @@ def test_the_layouts_are_what_they_are_taken_for(layout: str, tmp_path: Path) ->
     _assert_equal(_read(tmp_path / "base", EXPERTS), layers)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("layouts_alone")
 @pytest.mark.parametrize(("base", "other"), one_in(5, itertools.product(LAYOUTS, LAYOUTS)))
 def test_experts_of_any_layout_are_added_to_any(base: str, other: str, tmp_path: Path) -> None:
@@ -116,6 +117,7 @@ def test_experts_of_any_layout_are_added_to_any(base: str, other: str, tmp_path:
     _assert_equal(_read(out, EXPERTS + 2), wanted)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("layouts_alone")
 @pytest.mark.parametrize(("layout", "dtype"), one_in(3, itertools.product(LAYOUTS, ["bfloat16", None])))
 def test_any_layout_is_merged_and_kept(layout: str, dtype: str | None, tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def _times(number: float, pattern: str, rest: float = 1.0) -> Callable[[str], fl
     return lambda name: number if re.search(pattern, name) else rest
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", one_in(3, SEPARABLE))
 @pytest.mark.parametrize(
     ("choices", "weight"),
@@ -164,6 +165,7 @@ def test_names_in_a_recipe_mean_the_same_in_every_layout(
     _check_weights(tmp_path, layout, choices, weight)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["mixtral", "out_in"])
 @pytest.mark.parametrize(
     ("choices", "weight"),
@@ -191,6 +193,7 @@ def _check_weights(
         assert torch.allclose(found[name], value, atol=1e-6), name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", one_in(3, SEPARABLE))
 @pytest.mark.parametrize(
     ("selector", "part"),
@@ -268,6 +271,7 @@ def test_missing_matrices_of_an_expert_are_the_base_s_and_no_others(tmp_path: Pa
         assert torch.allclose(value, a[name] if name in lost else (a[name] + b[name]) / 2, atol=1e-6), name
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("is_base", [True, False])
 @pytest.mark.parametrize(
     ("stored", "count"),

@@ -72,6 +72,7 @@ def test_block_fp8_whose_last_blocks_are_smaller(rows: int, columns: int, tmp_pa
         assert notes == ([] if torch.equal(seen, _by_definition(rows, columns)) else ["decodes"])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("is_stack", [False, True])
 @pytest.mark.parametrize("rows", [32, 64, 128, 192, 256, 320])
 def test_experts_whose_gate_and_up_are_joined_within_a_block(
@@ -96,6 +97,7 @@ def test_experts_whose_gate_and_up_are_joined_within_a_block(
 HUB = (f"{LAYER}.self_attn.A_log", f"{LAYER}.hc_attn_fn", f"{LAYER}.mlp.experts.0.down_proj.weight")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "is_left_out"),
     [

@@ -167,6 +167,7 @@ def test_models_that_fit_no_family_are_refused_family_by_family(tmp_path: Path) 
     assert any("Qwen3-MoE" in each for each in found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -333,6 +334,7 @@ def test_a_matrix_of_which_chance_is_drawn_is_one_row(tmp_path: Path) -> None:
     assert len(made.rows(f"{block}.2.w2.weight")) > 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "settings",
     [

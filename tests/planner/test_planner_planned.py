@@ -93,6 +93,7 @@ def _untied(root: Path) -> dict[str, Any]:
     return stack(*(piece(root / f"{name}-tied", 0, 3) for name in ("one", "two")))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "make",
     one_in(

@@ -262,6 +262,7 @@ NOT_UNDERSTOOD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", NOT_UNDERSTOOD)
 def test_a_config_that_is_not_understood_refuses_numbers_and_not_copies(kind: str, tmp_path: Path) -> None:
     """Alone, and of a stack whose other layers are plain."""
@@ -442,6 +443,7 @@ COLUMNS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("table", "column"), COLUMNS)
 def test_a_changed_value_is_noticed(plan: Plan, table: str, column: str) -> None:
     assert check_plan(plan) == ()
@@ -553,6 +555,7 @@ ONLY_COPIED: dict[str, tuple[Specs, dict[str, Any] | None, str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ONLY_COPIED)
 def test_all_parts_of_codes_that_are_only_copied_are_refused_by_one_name(kind: str, tmp_path: Path) -> None:
     parts, table, title = ONLY_COPIED[kind]

@@ -61,6 +61,7 @@ def test_the_schemas_that_examples_name_are_what_the_command_prints(document: st
     assert printed.text == (CONFIGS / "schemas" / f"{document}.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("path", [*RECIPES, *PROFILES], ids=lambda path: path.stem)
 def test_examples_are_accepted_by_the_schema_that_they_name(path: Path) -> None:
     (named,) = MODELINE.findall(path.read_text(encoding="utf-8"))
@@ -69,6 +70,7 @@ def test_examples_are_accepted_by_the_schema_that_they_name(path: Path) -> None:
         assert not list(Draft202012Validator(schema).iter_errors(document))
 
 
+@pytest.mark.slow
 def test_examples_of_the_documentation_are_accepted() -> None:
     for example in EXAMPLES:
         whole = example if re.search("^(sweep|checkpoints):", example, re.MULTILINE) else completed(example)
@@ -167,6 +169,7 @@ def is_sound(document: Any) -> bool:
         return False
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("document", WHOLE, ids=["ties", "slices", "mixture", "experts", "sweep"])
 def test_what_the_schema_refuses_raymerge_refuses(document: dict[str, Any], monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)

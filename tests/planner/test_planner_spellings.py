@@ -166,6 +166,7 @@ def test_rows_whose_order_the_config_does_not_tell_are_refused(heads: int | None
     assert f"{WQKV}.weight" in problems or "attn.q_proj.weight" in problems
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("numbers", [(HEADS, None), (None, HEADS), (None, None)])
 def test_rows_of_one_order_whose_heads_a_config_does_not_tell(
     numbers: tuple[int | None, int | None], tmp_path: Path

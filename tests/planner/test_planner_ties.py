@@ -65,6 +65,7 @@ def test_a_stored_copy_of_the_embedding_follows_the_lead(tmp_path: Path, first: 
         assert {row["copy_of"] >= 0 for name in (HEAD, EMBEDDING) for row in made.rows(name)} == {True, False}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("one", "other", "reads", "flag"),
     [

@@ -295,6 +295,7 @@ def _check_read_back(root: Path, again: Path) -> None:
     assert read_config(again) == read_config(root)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", slow_but(PARTS, "mxfp4", "nvfp4", "fp8_tensor"))
 def test_plain_parents_become_codes_that_are_read_back(form: str, parents: Parents, tmp_path: Path) -> None:
     merge(mean_of(*parents.plain, out_format=form), tmp_path / "out")

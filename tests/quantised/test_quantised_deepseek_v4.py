@@ -160,6 +160,7 @@ def _with_spread(root: Path, exponents: int) -> Path:
     return write_checkpoint(root.with_name("spread"), tensors, read_config(root))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("exponents", "inexact"), [(14, 0), (15, 1)])
 def test_a_block_with_scales_too_far_apart_is_told(exponents: int, inexact: int, tmp_path: Path) -> None:
     """0.5 under 2 ** -22 of 6 under 2 ** -7 is half the least of float8 e4m3."""

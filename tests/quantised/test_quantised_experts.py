@@ -62,6 +62,7 @@ def _kept(tensors: Mapping[str, torch.Tensor], ids: list[int]) -> dict[str, torc
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_that_are_kept_take_their_scales_along(
     kind: str, models: Mapping[str, QuantisedModel], tmp_path: Path
@@ -245,6 +246,7 @@ def test_a_model_merged_with_itself_is_itself(parents: tuple[Model, Model], tmp_
     assert changed_bytes(tmp_path / "out", parents[0].root) == set()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_plain_parent_meets_a_quantised_one(
     alone: bool, parents: tuple[Model, Model], tmp_path: Path
@@ -280,6 +282,7 @@ def test_it_is_converted_both_ways(parents: tuple[Model, Model], tmp_path: Path)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", slow_but(MAKERS, "DeepSeek-V3 F32", "Kimi-K2-Thinking", "gpt-oss"))
 def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> None:
     one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))

@@ -71,6 +71,7 @@ def _problems(made: Plan, roots: Sequence[Path]) -> list[Problem]:
         return list(scale_problems(made, stores, "ab"))
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("kind", GOOD)
 def test_scales_are_looked_at_before_anything_is_written(kind: str, tmp_path: Path) -> None:
     specs, table, (_, shape, _) = GOOD[kind]
@@ -121,6 +122,7 @@ def test_scales_of_the_other_spelling_are_refused(
     assert all(words and words in each.what and each.where == "a" for each in problems), problems
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("value", [float("nan"), -0.5])
 @pytest.mark.parametrize("by", ["driver", "worker"])
 def test_a_merge_with_such_a_scale_publishes_nothing(
@@ -139,6 +141,7 @@ def test_a_merge_with_such_a_scale_publishes_nothing(
     assert {each.name for each in tmp_path.iterdir()} == {"a", "b"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("word", _VALUES)
 @pytest.mark.parametrize("ending", ["o_proj.input_scale", "k_proj.k_scale"])
 def test_scales_of_what_is_computed_are_looked_at_too(word: str, ending: str, tmp_path: Path) -> None:
@@ -197,6 +200,7 @@ def test_of_codes_whose_scales_are_0_little_is_read(tmp_path: Path, monkeypatch:
         zeros[codes].view(torch.uint8).zero_()
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("kind", {form: kind for kind, (_, _, (form, *_)) in GOOD.items()}.values())
 @pytest.mark.parametrize("change", ["missing", "another shape", "another dtype"])
 def test_scales_that_do_not_fit_their_codes_are_no_plan(kind: str, change: str, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def _numbers(root: Path, layout: Integers, name: str) -> Any:
     return layout.read(read_tensors(root), name.removesuffix(".weight"))
 
 
+@pytest.mark.sample(3)
 def test_a_model_merged_with_itself_is_itself(
     layout: Integers, parents: list[QuantisedModel], tmp_path: Path
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_model_merged_with_itself_is_itself(
     assert changed_bytes(tmp_path / "out", model.root) == set()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_a_merge_is_the_merge_of_what_the_parents_mean(
     method: str, layout: Integers, parents: list[QuantisedModel], tmp_path: Path
@@ -78,6 +80,7 @@ def test_cuts_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [one[name] for name in weights] == [two[name] for name in weights]
 
 
+@pytest.mark.sample(3)
 def test_plain_numbers_are_made_of_them(
     layout: Integers, parents: list[QuantisedModel], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return _three(MAKERS[request.param], tmp_path_factory.mktemp("parents"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", slow_but(["linear", "slerp", "ties"], "linear", "ties"))
 def test_a_merge_is_the_merge_of_what_the_parents_mean(
     method: str, parents: list[QuantisedModel], tmp_path: Path
@@ -105,6 +106,7 @@ def test_what_is_checked_with_is_right(parents: list[QuantisedModel]) -> None:
         check_merged(base.root, off, parents)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", slow_but(SELF_MERGED, "Kimi-K2-Thinking", "DeepSeek-V3 F32", *SCALED_MAKERS))
 def test_a_model_merged_with_itself_is_itself(kind: str, tmp_path: Path) -> None:
     """To the last byte of codes and of all scales."""
@@ -185,6 +187,7 @@ def _grouped(root: Path, seed: int, columns: int, group: int) -> QuantisedModel:
     return QuantisedModel(root / "packed", values, frozenset({f"{module}.weight"}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("columns", "group"), slow_but([(304, 304), (288, 96), (1024, 512)], (304, 304), (288, 96))
 )
@@ -387,6 +390,7 @@ def _stack(tmp_path: Path, *kinds: str, **more: Any) -> tuple[Any, str]:
     return _table_and_faults(stack(*(piece(model, 0, 2) for model in models), **more))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kinds", [("block", "plain"), ("plain", "block"), ("block", "channel")], ids=str)
 def test_layers_that_were_quantised_differently_stack_in_one_format(
     kinds: tuple[str, str], tmp_path: Path
@@ -441,6 +445,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
     return [fp8_mixture(root / name, seed) for seed, name in enumerate("ab")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("method", ["linear", "slerp", "ties"])
 def test_a_merge_with_one_scale_is_the_merge_of_what_the_parents_mean(
     method: str, scaled_parents: list[QuantisedModel], tmp_path: Path
@@ -491,6 +496,7 @@ def test_what_is_joined_has_the_scale_of_the_largest_inputs(tmp_path: Path) -> N
     assert (found[f"{block}.gate_proj.input_scale"], found[f"{block}.up_proj.input_scale"]) == (5.0, 5.0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", ["linear", "ties", "passthrough"])
 def test_scales_of_cached_keys_and_values_are_no_weights(method: str, tmp_path: Path) -> None:
     models = [fp8_llama(tmp_path / name, seed) for seed, name in enumerate("abc")]
@@ -514,6 +520,7 @@ _WORDS = (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [*SCALED_MAKERS.values(), None])
 def test_no_scale_that_quantisers_write_of_what_is_computed_is_a_weight(
     make: Maker | None, tmp_path: Path
@@ -666,6 +673,7 @@ def test_a_scale_of_nvfp4_that_no_longer_serves_is_divided_by_a_power_of_16(tmp_
     assert {name: after[name] for name in before} == {name: scale / 16 for name, scale in before.items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_lead", [True, False])
 def test_it_merges_with_bfloat16(is_lead: bool, scaled_parents: list[QuantisedModel], tmp_path: Path) -> None:
     twin = plain_twin(scaled_parents[1], tmp_path / "twin")
@@ -743,6 +751,7 @@ def _made(recipe: Mapping[str, Any], root: Path, budget: int) -> tuple[Bench, in
     return bench, max(map(tiles.count, tiles))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["ties", "itself"])
 def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
     """The one scale is that of the whole matrix: it is chosen before the first code is made."""
@@ -770,6 +779,7 @@ def test_no_more_is_in_use_than_was_stated(name: str, large: list[QuantisedModel
         assert meter.peak_bytes + buffers.most <= bench.projection.peak + _OBJECTS
 
 
+@pytest.mark.sample(1)
 def test_threads_and_segments_change_no_byte(
     scaled_parents: list[QuantisedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -782,6 +792,7 @@ def test_threads_and_segments_change_no_byte(
     }
 
 
+@pytest.mark.sample(1)
 def test_a_scale_that_a_power_cut_took_is_made_again(
     scaled_parents: list[QuantisedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def _check_in_and_out(parents: list[QuantisedModel], tmp_path: Path) -> None:
     assert changed_bytes(tmp_path / "same", parents[1].root) == set()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "MXFP8"])
 def test_modelopts_formats_come_out_as_they_went_in(algorithm: str, tmp_path: Path) -> None:
     parents = [modelopt_llama(tmp_path / name, seed, algorithm) for seed, name in enumerate("ab")]
@@ -85,6 +86,7 @@ def test_scales_of_inputs_of_another_format_do_not_count(tmp_path: Path) -> None
         assert all(found[name] == max(each[name] for each in alike) for name in scales)
 
 
+@pytest.mark.slow
 def test_three_formats_of_one_checkpoint_come_out_as_they_went_in(tmp_path: Path) -> None:
     parents = [three_formats(tmp_path / name, seed) for seed, name in enumerate("ab")]
     _check_in_and_out(parents, tmp_path)

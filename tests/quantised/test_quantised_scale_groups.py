@@ -64,6 +64,7 @@ def _notes(recipe: Mapping[str, Any]) -> str:
     return "\n".join(plan(dict(recipe)).manifest["notes"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_modelopt", [False, True], ids=["compressed", "modelopt"])
 @pytest.mark.parametrize(
     ("words", "grown"),

@@ -98,6 +98,7 @@ ROWS = [("1", "0", "0.3"), ("0", "-0.04", "0.1"), ("2", "-0.04", "0.5"), ("3", "
 """Trial, score and weight, best first: the score is minus the square of the weight's distance from 0.3."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changed", ["a/model.safetensors", "b/model.safetensors", "c/model.safetensors"])
 def test_trials_of_models_with_other_weights_are_refused(
     recipe: dict[str, Any], tmp_path: Path, changed: str

@@ -106,6 +106,7 @@ def test_a_failed_update_is_the_failure_of_one_candidate(text: Path, tmp_path: P
     assert second.metrics["mean"] == pytest.approx(loss.loss, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_command_gets_the_address_and_a_resumed_search_another(tmp_path: Path) -> None:
     with served(stand_in("sglang")) as server:
         settings = {"url": f"{server.url}/", "engine": "sglang", "transfer": "memory"}
@@ -118,6 +119,7 @@ def test_a_command_gets_the_address_and_a_resumed_search_another(tmp_path: Path)
         assert all(each.is_recorded for each in seen if isinstance(each, TrialEvaluated))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_no_fault_of_candidates(text: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

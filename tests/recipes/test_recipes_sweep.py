@@ -161,6 +161,7 @@ def test_a_fault_of_one_value_names_it_and_a_fault_of_all_is_told_once(tmp_path:
     ]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [

@@ -78,6 +78,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return make_base("llama", tmp_path_factory.mktemp("llama") / "model")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", slow_but(PATHS, *DISTINCT))
 def test_as_in_the_whole_model(tmp_path: Path, name: str) -> None:
     base = make_base(name, tmp_path / "model", **CONFIGS.get(name, {}))

@@ -221,6 +221,7 @@ def test_ridge_gives_a_shared_expert_a_high_logit_on_its_own_text(
         assert float(on_own.mean()) > float(on_other.mean()) + 0.3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", slow_but(STREAMED, "hidden", "centroid", "ridge"))
 def test_units_do_not_matter(
     tmp_path: Path, base: Source, monkeypatch: pytest.MonkeyPatch, *, mode: str

@@ -53,6 +53,7 @@ def wide(large: Family, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", slow_but(METHODS, *QUICK))
 def test_a_forty_times_smaller_budget_changes_no_byte(
     method: str, large: Family, wide: Callable[[str], dict[str, str]], tmp_path: Path

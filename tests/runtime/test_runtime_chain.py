@@ -110,6 +110,7 @@ def _by_hand(model: str, root: Path) -> str:
     return str(root / model) if model in ("left", "right") else model
 
 
+@pytest.mark.slow
 def test_the_pool_is_told_which_work_is_the_last(
     chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_the_pool_is_told_which_work_is_the_last(
     assert [event for event in told if event is None] == [None]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_a_merge_changes_is_what_the_next_one_is_planned_with(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
@@ -139,6 +141,7 @@ def test_a_tokenizer_that_a_merge_changes_is_what_the_next_one_is_planned_with(
 # What is left
 
 
+@pytest.mark.slow
 def test_a_link_to_the_output_place_has_its_steps_where_it_leads(
     chain: list[dict[str, Any]], output: Path, tmp_path: Path
 ) -> None:
@@ -224,6 +227,7 @@ HARMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", slow_but(HARMS, HARMS[1], HARMS[4], HARMS[6]))
 def test_what_is_not_sound_is_made_again(harm: Callable[[Path], object], kept: Kept) -> None:
     harm(steps_directory(kept.output) / "left")
@@ -237,6 +241,7 @@ def _done_before(events: EventLog) -> tuple[int, int]:
     return events.of(Started)[0].done_segments, events.of(Planned)[0].segments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("harm", "num_lost"), [(_flip, 1), (_touch, 0)])
 def test_what_was_touched_is_compared_with_its_receipts(
     harm: Callable[[Path], None], num_lost: int, kept: Kept
@@ -281,6 +286,7 @@ def test_a_touched_result_that_cannot_be_taken_back_is_made_anew(
     assert digests(output) == before
 
 
+@pytest.mark.slow
 def test_a_companion_that_was_changed_is_copied_again(
     chain: list[dict[str, Any]], output: Path, tmp_path: Path
 ) -> None:
@@ -290,6 +296,7 @@ def test_a_companion_that_was_changed_is_copied_again(
     assert (output / "tokenizer.json").read_text() == "{}\n"
 
 
+@pytest.mark.slow
 def test_other_numerics_make_everything_again(
     chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,6 +453,7 @@ def expected(two_apart: Recipes, tmp_path_factory: pytest.TempPathFactory) -> di
 LEFT_ALONE = [("left", "made"), ("right", "kept")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", slow_but([_flip_all, _exchange, _edit, _spoil], _spoil))
 def test_one_that_is_touched_while_another_is_made_is_made_again(
     harm: Harm, two_apart: Recipes, expected: dict[str, str], output: Path
@@ -460,6 +468,7 @@ def test_one_that_is_touched_while_another_is_made_is_made_again(
     assert digests(output) == expected
 
 
+@pytest.mark.slow
 def test_what_is_laid_beside_one_is_not_copied_from_it(
     two_apart: Recipes, expected: dict[str, str], output: Path
 ) -> None:
@@ -499,6 +508,7 @@ def test_one_that_is_removed_while_it_is_read_is_made_again(
     assert digests(output) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", slow_but([_flip_all, _edit], _edit))
 def test_one_that_is_touched_when_all_is_made_is_not_published_of(
     harm: Harm, two_apart: Recipes, expected: dict[str, str], output: Path

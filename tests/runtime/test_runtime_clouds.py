@@ -101,6 +101,7 @@ def _recorded(cloud: CloudServer) -> set[str]:
     return {f"out/{each['shard']}" for each in map(json.loads, lines) if "shard" in each}
 
 
+@pytest.mark.sample(1)
 def test_sources_and_output_there_give_the_bytes_of_a_local_merge(
     cloud: CloudServer, recipe: dict[str, Any], expected: dict[str, str]
 ) -> None:

@@ -96,6 +96,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_nothing_interrupts_torch_while_a_merge_in_this_process_loads_it(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "a", seed=0)
     words = ["submit", _recipe(tmp_path, ["a"]), "--inline"]

@@ -78,6 +78,7 @@ def test_what_may_take_long_is_for_ray(small: tuple[PlannedMerge, ...], tmp_path
     assert not _is_here(_linear(tmp_path, "7B", 2), OUT, RunOptions(device="cpu"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cores", [1, 2, 32])
 def test_three_parents_of_1_gb_are_merged_here_and_ten_are_not(
     cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +160,7 @@ def test_with_a_gpu_to_choose_or_a_ray_at_hand_nothing_changes(
     assert _is_here(small, OUT, RunOptions(device="cpu"))
 
 
+@pytest.mark.slow
 def test_plan_and_run_say_it_unless_a_profile_decides(recipe: str, tmp_path: Path) -> None:
     planned = run_command("plan", recipe, cwd=tmp_path)
     assert "in the process of 'submit'" in planned.text

@@ -66,12 +66,14 @@ def test_its_files_are_those_of_submit(medium: Family, tmp_path: Path, method: s
 QUANTISED = {"NVFP4": nvfp4_llama, **{name: MAKERS[name] for name in ("DeepSeek-V3 F8_E8M0", "gpt-oss")}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_codes_are_read_with_their_scales(tmp_path: Path, name: str) -> None:
     parents = [QUANTISED[name](tmp_path / each, seed) for seed, each in enumerate(("one", "two"))]
     _check({"merge_method": "linear", "models": entries(parents, (0.6, 0.4))}, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_results_between_are_read_in_their_turn(tmp_path: Path) -> None:
     make_models(tmp_path)
     chain = documents(root=str(tmp_path))

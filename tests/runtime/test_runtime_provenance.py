@@ -451,6 +451,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("what", DAMAGE)
 def test_what_was_changed_afterwards_is_found(what: str, folder: Path) -> None:
     damage, words = DAMAGE[what]

@@ -65,6 +65,7 @@ def check_equal(found: Measurements, expected: Measurements) -> None:
         )
 
 
+@pytest.mark.slow
 def test_numbers_of_a_merge_are_those_of_whole_arrays(merged: Path) -> None:
     made = report(merged, INLINE, is_exact=True)
     check_equal(made.measurements, expected(merged))

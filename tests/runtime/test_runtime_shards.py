@@ -536,6 +536,7 @@ def test_room_that_another_takes_first_is_said_to_be_missing(
     assert digests(disk / "out") == small_expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "calls"),
     [("posix_fallocate", 3), ("pwrite", 40), ("fdatasync", 20), ("replace", 9)],

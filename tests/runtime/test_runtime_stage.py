@@ -201,12 +201,14 @@ def test_what_is_there_is_kept(recipe: dict[str, Any], output: Path) -> None:
     assert digests(output) == before
 
 
+@pytest.mark.slow
 def test_another_stage_of_that_name_takes_its_place(recipe: dict[str, Any], output: Path) -> None:
     _run_staged(recipe, output)
     assert not _is_kept(staged(recipe, output, seed=1), output)
     assert _is_kept(staged(recipe, output, seed=1), output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "harm",
     one_in(
@@ -278,6 +280,7 @@ def test_a_merge_reads_the_result_that_is_there(recipe: dict[str, Any], output: 
         with_stage_results(merge.sources, steps_directory(output))
 
 
+@pytest.mark.slow
 def test_a_result_that_changes_while_it_is_merged_is_an_error(
     recipe: dict[str, Any], output: Path, tmp_path: Path
 ) -> None:
@@ -360,6 +363,7 @@ def test_a_merge_is_kept_with_its_stages(chain: list[dict[str, Any]], output: Pa
     assert digests(output) == before
 
 
+@pytest.mark.slow
 def test_a_stage_over_a_result_reads_what_was_made_anew(chain: list[dict[str, Any]], output: Path) -> None:
     _run(_with_stages(chain, output), output)
     before = (_result(output, "late") / RESULT_FILE).read_bytes()
@@ -655,6 +659,7 @@ def test_a_good_result_is_not_thrown_away_by_mistake(
     assert [event.done_segments for event in events.of(Started)] == [1]
 
 
+@pytest.mark.slow
 def test_a_merge_goes_on_though_its_stage_is_made_again(
     recipe: dict[str, Any], output: Path, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_layer_whose_report_was_lost_is_matched_again(tmp_path: Path) -> None:
     assert started.done_units == 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("harm", "kept"),
     [

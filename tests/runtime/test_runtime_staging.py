@@ -175,6 +175,7 @@ def linear_digests(small: Family, tmp_path_factory: pytest.TempPathFactory) -> d
     return _made_alone("linear", small, tmp_path_factory.mktemp("old"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("target", "name", "call"),
     [
@@ -208,6 +209,7 @@ def test_after_a_crash_while_publishing_an_output_is_whole_and_the_command_ends_
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", ["check_shards", "finish_companions", "finish_config", "verify_structure"])
 def test_after_a_crash_while_finishing_nothing_looks_complete_and_the_command_ends_it(
     step: str, linear: dict[str, Any], tmp_path: Path
@@ -272,6 +274,7 @@ def test_companions_in_directories_of_their_own_stay(tmp_path: Path) -> None:
 # The record
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("harm", ["manifest.json", "ops.arrow", "plan"])
 def test_a_record_that_is_not_whole_is_written_again(
     harm: str, linear: dict[str, Any], linear_digests: dict[str, str], tmp_path: Path
@@ -393,6 +396,7 @@ def test_what_only_has_a_name_like_ours_is_left_alone(linear: dict[str, Any], tm
 # What --replace may delete
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("keys", "foreign"),
     [

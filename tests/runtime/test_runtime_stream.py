@@ -43,6 +43,7 @@ def _check(recipe: Any, out: Path, options: raymerge.RunOptions = INLINE) -> Non
     assert len(named) == len(published) == len(stream)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", ["linear", "ties", "passthrough", "model_stock", "dare_ties"])
 def test_a_stream_of_a_dense_merge_has_the_bytes_of_submit(
     medium: Family, tmp_path: Path, method: str
@@ -64,6 +65,7 @@ QUANTISED: Mapping[str, Callable[[Path, int], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_codes_and_scales_are_streamed_as_submit_writes_them(tmp_path: Path, name: str) -> None:
     parents = [QUANTISED[name](tmp_path / each, seed) for seed, each in enumerate(("one", "two"))]

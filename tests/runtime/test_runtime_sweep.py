@@ -253,6 +253,7 @@ def _files_separately(path: Path, root: Path) -> Made:
     return made
 
 
+@pytest.mark.slow
 def test_what_several_outputs_are_made_of_is_made_once(medium: Family, tmp_path: Path) -> None:
     path = _of_two_merges(medium, tmp_path / "recipe.yml", _weighted(medium))
     events = EventLog()
@@ -267,6 +268,7 @@ def test_what_several_outputs_are_made_of_is_made_once(medium: Family, tmp_path:
     assert len(events.of(StepStarted)) == 2
 
 
+@pytest.mark.slow
 def test_equal_stages_of_outputs_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = make_family(tmp_path / "models")
     mixture = {
@@ -377,6 +379,7 @@ def test_a_killed_sweep_goes_on(recipe: dict[str, Any], apart: Made, tmp_path: P
     assert all(event.done_segments >= 8 for event in events.of(Started))
 
 
+@pytest.mark.slow
 def test_outputs_in_an_object_store_are_kept_there_too(
     recipe: dict[str, Any], apart: Made, s3: S3Server
 ) -> None:

@@ -134,6 +134,7 @@ def _case(name: str, root: Path) -> dict[str, Any]:
     return {"merge_method": "linear", "models": entries, "parameters": parameters, "shard_size": "100KB"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most_early"),
     slow_but(
@@ -152,6 +153,7 @@ def test_what_lies_in_several_shards_is_made_for_each(
     assert _there(s3) == _apart(case, tmp_path / "apart")
 
 
+@pytest.mark.slow
 def test_one_output_that_is_not_finite_does_not_lose_the_others(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +221,7 @@ def test_a_stopped_sweep_goes_on_with_what_is_missing(
     assert started.done_bytes + sum(e.planned_bytes for e in again.of(SegmentDone)) == planned.total_bytes
 
 
+@pytest.mark.slow
 def test_uploads_count_in_how_many_are_made_of_one_read(
     s3: S3Server, sweep: dict[str, Any], apart: dict[str, dict[str, str]]
 ) -> None:

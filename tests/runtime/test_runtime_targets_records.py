@@ -66,6 +66,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return set_pause
 
 
+@pytest.mark.slow
 def test_a_place_tells_of_its_runs(place: str, medium: Family, slow: Callable[[float], None]) -> None:
     recipe, runs, errors = recipes(medium)["linear"], PlaceRuns(), list[BaseException]()
     assert runs.report(place).state is RunState.UNKNOWN

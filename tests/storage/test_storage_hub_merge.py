@@ -475,6 +475,7 @@ def test_an_adapter_is_read_by_its_address_too(hub: HubServer, family: Family, t
     assert checkpoint_of(tmp_path / "out") == checkpoint_of(tmp_path / "local")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ["chunks", "shards"])
 @pytest.mark.parametrize("prefix", ["", "hf://"])
 def test_a_model_that_is_stored_only_in_chunks_is_read(

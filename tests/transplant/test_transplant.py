@@ -108,6 +108,7 @@ def test_a_pursuit_is_that_of_the_paper(k: int) -> None:
     assert not found[:, 20:].any()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("base_tied", [False, True])
 @pytest.mark.parametrize("donor_tied", [False, True])
 def test_rows_are_shared_ones_combined_as_in_the_donor(

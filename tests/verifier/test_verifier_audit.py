@@ -100,6 +100,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Pat
     return folder
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", one_in(3, RECIPES), ids=lambda path: path.stem)
 def test_what_a_shipped_recipe_makes_is_proved(
     recipe: Path, quickstart: Callable[[Path], Path], tmp_path: Path
@@ -139,6 +140,7 @@ def _put(root: Path, name: str, tensor: torch.Tensor) -> None:
     (root / "model.safetensors").write_bytes(raw)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", ["linear", "nuslerp", "model_stock", "multislerp", "breadcrumbs"])
 def test_other_settings_and_dtypes_are_proved(method: str, family: Family, tmp_path: Path) -> None:
     """float32 output, rows and columns, a base, noise, a scale."""
@@ -162,6 +164,7 @@ def test_inputs_with_adapters_are_proved(method: str, family: Family, tmp_path: 
     assert verdict.open < verdict.judged / 10
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "make", [deepseek_v3, kimi_k2_thinking, gpt_oss, fp8_llama, nvfp4_llama], ids=lambda make: make.__name__
 )

@@ -431,6 +431,7 @@ def _one_per_block(codes: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("factor", "change", "sample"),
     [(1e6, torch.zeros_like, 0.01), (4.0, lambda codes: codes / 4, 1.0), (1e6, _one_per_block, 0.01)],
@@ -450,6 +451,7 @@ def test_scales_larger_than_their_blocks_need_are_found(
     assert {EXPERT.format(0, "up") in problem.where for problem in verdict.problems} == {True}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "damage"),
     [

@@ -195,6 +195,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_the_one_problem_that_is_named(fault: str) -> None:
     make, sentence = FAULTS[fault]
