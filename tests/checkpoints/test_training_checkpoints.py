@@ -356,6 +356,7 @@ def test_state_of_the_training_is_copied_or_left_out(choice: str, tmp_path: Path
     assert replay(tmp_path / "out").problems == ()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("choice", ["keep", "drop"])
 def test_shards_for_the_hub_are_written_too(choice: str, tmp_path: Path) -> None:
     roots = [save_shards(tmp_path / f"m{seed}", tensors_of(seed), BOXES, ranks=12) for seed in (1, 2)]
@@ -384,6 +385,7 @@ def test_written_archives_have_right_checksums(choice: str, tmp_path: Path) -> N
             assert archive.testzip() is None
 
 
+@pytest.mark.slow
 def test_a_model_is_converted_to_the_layout_of_a_checkpoint(tmp_path: Path) -> None:
     roots = saved_with_state(tmp_path)
     merged = merge_here(mean_of(*roots), tmp_path / "merged")
@@ -799,6 +801,7 @@ def test_chunks_that_many_tensors_share_are_refused_at_once(tmp_path: Path) -> N
         open_checkpoint(root, "a")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("nested", NESTED)
 def test_nested_values_in_a_blob_are_refused_at_once(nested: str, tmp_path: Path) -> None:
     root, whole, value = tmp_path / "a", b"K\x02\x85", NESTED[nested]
@@ -826,6 +829,7 @@ def test_unfinished_save_is_named_as_such(tmp_path: Path) -> None:
         open_checkpoint(root, "a")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["chunks", "shards"])
 def test_checkpoint_that_vanishes_before_it_is_read_can_come_back(form: str, tmp_path: Path) -> None:
     root, apart = tmp_path / "a", tmp_path / "apart"

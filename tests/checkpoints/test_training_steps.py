@@ -158,7 +158,7 @@ def _replaced(place: Path, save: Callable[[Path, torch.Tensor], None], seed: int
     save(place, weight(seed))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["torchtitan", "accelerate", "transformers"])
 def test_an_average_does_not_go_on_if_what_it_is_made_of_was_replaced(layout: str, tmp_path: Path) -> None:
     run, save = tmp_path / "run", LAYOUTS[layout][1]

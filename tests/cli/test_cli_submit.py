@@ -90,7 +90,7 @@ def test_a_stopped_run_names_the_command_that_goes_on(
     assert "next:" not in run_command(*command, "--run", "run-1", cwd=folder).text
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("args", "place"), [((), "recipe-merged"), (("-o", "out"), "out"), (("out",), "out")]
 )
@@ -350,7 +350,7 @@ def test_what_is_made_on_the_way_may_lie_elsewhere(chain_folder: Path) -> None:
     assert "not audited: 30 tensors" in run_command(*audit, cwd=chain_folder).text
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", [("plan",), ("submit", "--dry-run"), ("submit", "--inline")])
 def test_towards_a_store_it_must_be_named(chain_folder: Path, how: tuple[str, ...]) -> None:
     outcome = run_command(how[0], "recipe.yml", "-o", "s3://b/out", *how[1:], cwd=chain_folder)

@@ -104,6 +104,7 @@ def test_a_simulated_sweep_reads_once_for_what_is_made_together(folder: Path) ->
     short.check_refusal("--simulate memory")
 
 
+@pytest.mark.slow
 def test_outputs_are_made_below_the_place_and_kept_there(folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     assert _run(folder, "submit", "recipe.yml", "-o", "my outs", "--dry-run").code == 0

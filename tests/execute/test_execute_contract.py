@@ -445,7 +445,7 @@ def coded_recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
 CODED = ("codes", "codes with numbers", "ties of codes", "slerp of codes", "to numbers", "to codes")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_but(CODED, "codes", "ties of codes", "to codes"))
 def test_codes_have_no_more_in_use_than_was_stated(
     name: str, coded_recipes: Mapping[str, Mapping[str, Any]], tmp_path: Path

@@ -121,6 +121,7 @@ def test_memory_that_runs_out_is_the_processor_s_after_all(
         assert (gpu.allocated_bytes, gpu.peak_bytes) == (0, 1 << 20)
 
 
+@pytest.mark.slow
 def test_memory_for_the_gpu_makes_way_for_memory_for_the_processor(
     family: Family, gpu: SimulatedGpu, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def _read_bytes(bench: Bench) -> int:
     return sum(bench.runner.run(segment).read_bytes for segment in bench.segments)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "method"),
     slow_but(

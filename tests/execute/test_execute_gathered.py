@@ -431,7 +431,7 @@ def _peak(bench: Bench) -> int:
     return meter.peak_bytes + buffers.most
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_measured_memory_stays_within_the_projection(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,7 +110,7 @@ def _check(sweep: list[dict[str, Any]], root: Path, budget: int) -> tuple[int, i
     return sum(each.read_bytes for each in receipts), apart
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_but(sorted(methods()), "linear", "ties", "slerp", "dare_ties", "iso_c"))
 def test_outputs_of_one_read_are_those_of_separate_merges(name: str, family: Family, tmp_path: Path) -> None:
     read, apart = _check(_sweep(recipes(family)[name]), tmp_path, ROOMY)
@@ -232,6 +232,7 @@ def test_adapters_of_one_output_never_reach_another(beside: int, tmp_path: Path)
     _check(sweep, tmp_path, least + beside)
 
 
+@pytest.mark.slow
 def test_experts_made_in_place_keep_the_memory_limit(tmp_path: Path) -> None:
     models = [_mixture(tmp_path / str(seed), seed) for seed in (1, 2)]
     sweep = [slerp(*models, t=t) for t in (0.2, 0.4, 0.7)]

@@ -117,7 +117,7 @@ def _free_turns(bench: Bench) -> int:
     return int(found)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("pairs")
 @pytest.mark.parametrize(
     ("method", "call", "number"),
@@ -630,7 +630,7 @@ def _sources(bench: Bench, store: type[LocalStore]) -> None:
         cast(Any, each)._open_files._opened = cast(Any, each)._compare_opened
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("maps_all")
 @pytest.mark.parametrize("name", ["linear", "ties", "passthrough"])
 def test_mapped_inputs_give_the_bytes_of_copied_ones(name: str, long: Family, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_numerics, "check_full_float32", lambda _: None)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "most"), [("linear", 0), ("dare_ties", 0), ("slerp", 1), ("ties", 2), ("sce", 3)]
 )

@@ -71,7 +71,7 @@ def _files(output: Path) -> dict[str, str]:
     return {name: digest for name, digest in digests(output).items() if not name.startswith("raymerge/")}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_but(sorted(methods()), "ties", "sce", "slerp", "iso_c", "della"))
 def test_every_method(name: str, tmp_path: Path) -> None:
     """That its kernels do, with settings of all kinds, is in the kit of methods."""
@@ -94,7 +94,7 @@ MAKERS: Mapping[str, Callable[[Path, int], QuantisedModel]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", MAKERS)
 def test_formats_in_and_out(form: str, tmp_path: Path) -> None:
     models = [MAKERS[form](tmp_path / f"{seed}", seed) for seed in range(2)]

@@ -120,6 +120,7 @@ def test_rows_of_tokens_are_pursued(tmp_path: Path) -> None:
     _check("model.safetensors", tmp_path, made)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("method", "chosen"), [("linear", "cpu"), ("iso_c", "cuda")])
 def test_auto_takes_it_where_it_is_of_use(method: str, chosen: str, tmp_path: Path) -> None:
     auto = RunOptions(inline=True, memory=64 << 20)

@@ -271,6 +271,7 @@ def drawn_rows(data: st.DataObject, count: int, length: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32).view(count, length)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 @hypothesis_settings(deadline=None, max_examples=30)
 @given(

@@ -45,7 +45,7 @@ def _waits(method: Method, cuts: Sequence[int]) -> int:
     return total
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "method",
     slow_but(

@@ -37,7 +37,7 @@ AVERAGED = (
 """Families of every kind of layers, and those with rules of their own that no other fast test merges."""
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_but(ALL, *AVERAGED))
 def test_the_mean_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = ALL[name], parents_of(ALL[name])
@@ -81,7 +81,7 @@ PARTS: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
 CASES = [(name, module) for name, parts in PARTS.items() for module in parts]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "module"), one_in(5, CASES))
 def test_one_module_is_merged_and_the_others_copied(
     name: str, module: str, parents_of: ParentsOf, tmp_path: Path
@@ -104,7 +104,7 @@ def test_one_module_is_merged_and_the_others_copied(
     load_as_strictly(kind, tmp_path / "out", parents.info)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_encoder_and_decoder_merged_in_ways_of_their_own(
     name: str, parents_of: ParentsOf, tmp_path: Path
@@ -241,7 +241,7 @@ def stacked(pieces: Sequence[tuple[Path, tuple[int, int]]]) -> dict[str, object]
     return stack(*slices)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", one_in(9, STACKED))
 def test_layers_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = STACKED[name], parents_of(STACKED[name])

@@ -63,7 +63,7 @@ def recipe_of(method: str, roots: tuple[str, ...]) -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": roots[0], "models": entries}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", slow_but(METHODS, "ties"))
 @pytest.mark.parametrize("name", slow_but((*FAMILIES, *FURTHER), *TRIED))
 def test_a_family_merges_as_in_float64(
@@ -197,7 +197,7 @@ def test_single_experts_and_fused_ones(
     assert same(single.state_dict(), stacked.state_dict())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "method"), slow_but(STACKED, *STACKED[:1], *STACKED[3:5], *STACKED[6:]))
 def test_stacked_experts_and_single_ones(
     name: str, method: str, ancestry_of: AncestryOf, tmp_path: Path

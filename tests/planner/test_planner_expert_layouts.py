@@ -117,7 +117,7 @@ def test_experts_of_any_layout_are_added_to_any(base: str, other: str, tmp_path:
     _assert_equal(_read(out, EXPERTS + 2), wanted)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("layouts_alone")
 @pytest.mark.parametrize(("layout", "dtype"), one_in(3, itertools.product(LAYOUTS, ["bfloat16", None])))
 def test_any_layout_is_merged_and_kept(layout: str, dtype: str | None, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _times(number: float, pattern: str, rest: float = 1.0) -> Callable[[str], fl
     return lambda name: number if re.search(pattern, name) else rest
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", one_in(3, SEPARABLE))
 @pytest.mark.parametrize(
     ("choices", "weight"),
@@ -165,7 +165,7 @@ def test_names_in_a_recipe_mean_the_same_in_every_layout(
     _check_weights(tmp_path, layout, choices, weight)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["mixtral", "out_in"])
 @pytest.mark.parametrize(
     ("choices", "weight"),
@@ -193,7 +193,7 @@ def _check_weights(
         assert torch.allclose(found[name], value, atol=1e-6), name
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", one_in(3, SEPARABLE))
 @pytest.mark.parametrize(
     ("selector", "part"),
@@ -254,6 +254,7 @@ def test_a_parameter_of_a_source_stored_otherwise_sees_its_roles_and_names(tmp_p
     assert made.weights("model.layers.0.block_sparse_moe.gate.weight") == [1, 5]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["mixtral", "out_in"])
 def test_missing_matrices_of_an_expert_are_the_base_s_and_no_others(tmp_path: Path, layout: str) -> None:
     a, b = _matrices(0), _matrices(1)

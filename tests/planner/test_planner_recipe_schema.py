@@ -54,6 +54,7 @@ def complaints(document: object) -> list[str]:
     return [error.message for error in recipes().iter_errors(document)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("document", ["recipe", "profile"])
 def test_the_schemas_that_examples_name_are_what_the_command_prints(document: str) -> None:
     printed = run_command("schema", document, cwd=ROOT)
@@ -87,6 +88,7 @@ def test_the_conformance_pack_is_accepted_but_for_what_is_wrong_by_form() -> Non
     assert {name for name, refused in bad.items() if not refused} == BY_HEADERS | BY_COMPARISON
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("folder", ["recipes-in-use", "behaviour"])
 def test_recipes_in_use_are_accepted_where_they_are_read(folder: str) -> None:
     place = SHARED / folder
@@ -169,7 +171,7 @@ def is_sound(document: Any) -> bool:
         return False
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("document", WHOLE, ids=["ties", "slices", "mixture", "experts", "sweep"])
 def test_what_the_schema_refuses_raymerge_refuses(document: dict[str, Any], monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)

@@ -94,6 +94,7 @@ def test_a_conversion_to_bfloat16_rounds_once(kind: str, tmp_path: Path) -> None
     assert read_config(tmp_path / "out") == read_config(twin.root)
 
 
+@pytest.mark.slow
 def test_block_fp8_comes_back_from_bfloat16_within_a_code(tmp_path: Path) -> None:
     """Not in the same bytes: what scales it had is not to be known any more."""
     model = deepseek_v3(tmp_path / "a", 1)
@@ -144,6 +145,7 @@ def test_quantised_parents_merge_into_bfloat16(kind: str, tmp_path: Path) -> Non
     check_merged(tmp_path / "out", _plain(_mean(one, other)), turned)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["FP8 in U8", *slow_but(MAKERS, "gpt-oss")])
 def test_a_quantised_base_takes_a_parent_of_another_kind(kind: str, tmp_path: Path) -> None:
     """In bfloat16, or FP8 with scales of any kind into FP8 with powers of two."""
@@ -295,7 +297,7 @@ def _check_read_back(root: Path, again: Path) -> None:
     assert read_config(again) == read_config(root)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", slow_but(PARTS, "mxfp4", "nvfp4", "fp8_tensor"))
 def test_plain_parents_become_codes_that_are_read_back(form: str, parents: Parents, tmp_path: Path) -> None:
     merge(mean_of(*parents.plain, out_format=form), tmp_path / "out")

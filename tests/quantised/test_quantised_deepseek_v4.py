@@ -58,6 +58,7 @@ def test_two_models_merge_within_half_a_code(
         assert torch.equal(theirs, torch.from_numpy(numbers[name].values).float()), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_v41", [False, True])
 def test_a_model_merged_with_itself_is_itself(
     is_v41: bool, models: tuple[QuantisedModel, QuantisedModel], tmp_path: Path
@@ -160,7 +161,7 @@ def _with_spread(root: Path, exponents: int) -> Path:
     return write_checkpoint(root.with_name("spread"), tensors, read_config(root))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("exponents", "inexact"), [(14, 0), (15, 1)])
 def test_a_block_with_scales_too_far_apart_is_told(exponents: int, inexact: int, tmp_path: Path) -> None:
     """0.5 under 2 ** -22 of 6 under 2 ** -7 is half the least of float8 e4m3."""
@@ -186,6 +187,7 @@ def test_a_merge_has_no_proof(models: tuple[QuantisedModel, QuantisedModel], tmp
     assert event.proof is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["bf16", ["expert:bf16", "same"]])
 def test_experts_in_bfloat16_leave_no_word_of_fp4(
     form: Any, models: tuple[QuantisedModel, QuantisedModel], tmp_path: Path

@@ -77,6 +77,7 @@ def test_experts_that_are_kept_take_their_scales_along(
     assert verify(out).problems == ()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("form", "is_short"), [("fp8_block", True), ("fp8_channel", False)])
 def test_experts_that_a_merge_left_plain_can_be_changed(form: str, is_short: bool, tmp_path: Path) -> None:
     """Its list of plain modules has one entry for the experts of a layer; one for each does as well."""
@@ -246,7 +247,7 @@ def test_a_model_merged_with_itself_is_itself(parents: tuple[Model, Model], tmp_
     assert changed_bytes(tmp_path / "out", parents[0].root) == set()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_plain_parent_meets_a_quantised_one(
     alone: bool, parents: tuple[Model, Model], tmp_path: Path
@@ -282,7 +283,7 @@ def test_it_is_converted_both_ways(parents: tuple[Model, Model], tmp_path: Path)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", slow_but(MAKERS, "DeepSeek-V3 F32", "Kimi-K2-Thinking", "gpt-oss"))
 def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> None:
     one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))

@@ -49,7 +49,7 @@ def test_a_model_merged_with_itself_is_itself(
     assert changed_bytes(tmp_path / "out", model.root) == set()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_a_merge_is_the_merge_of_what_the_parents_mean(
     method: str, layout: Integers, parents: list[QuantisedModel], tmp_path: Path

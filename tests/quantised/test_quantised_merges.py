@@ -79,7 +79,7 @@ def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return _three(MAKERS[request.param], tmp_path_factory.mktemp("parents"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", slow_but(["linear", "slerp", "ties"], "linear", "ties"))
 def test_a_merge_is_the_merge_of_what_the_parents_mean(
     method: str, parents: list[QuantisedModel], tmp_path: Path
@@ -106,7 +106,7 @@ def test_what_is_checked_with_is_right(parents: list[QuantisedModel]) -> None:
         check_merged(base.root, off, parents)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", slow_but(SELF_MERGED, "Kimi-K2-Thinking", "DeepSeek-V3 F32", *SCALED_MAKERS))
 def test_a_model_merged_with_itself_is_itself(kind: str, tmp_path: Path) -> None:
     """To the last byte of codes and of all scales."""
@@ -129,6 +129,7 @@ def _role(name: str) -> str:
     return "other"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("role", slow_but(["expert", "attention"], "expert"))
 def test_what_no_rule_touches_keeps_its_bytes(
     role: str, parents: list[QuantisedModel], tmp_path: Path
@@ -148,6 +149,7 @@ def test_what_no_rule_touches_keeps_its_bytes(
     check_merged(tmp_path / "out", {**own, **{name: mean[name] for name in touched}}, parents)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("role", slow_but(["expert", "attention"], "attention"))
 def test_what_a_rule_takes_from_one_parent_is_its_bytes(
     role: str, parents: list[QuantisedModel], tmp_path: Path
@@ -445,7 +447,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
     return [fp8_mixture(root / name, seed) for seed, name in enumerate("ab")]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["linear", "slerp", "ties"])
 def test_a_merge_with_one_scale_is_the_merge_of_what_the_parents_mean(
     method: str, scaled_parents: list[QuantisedModel], tmp_path: Path
@@ -464,6 +466,7 @@ def _inputs(root: Path) -> dict[str, float]:
     return {name: float(stored[name]) for name in stored if re.search(r"\.input_(global_)?scale$", name)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", slow_but(["linear", "ties"], "ties"))
 def test_scales_of_inputs_are_those_of_the_largest(
     method: str, scaled_parents: list[QuantisedModel], tmp_path: Path
@@ -751,7 +754,7 @@ def _made(recipe: Mapping[str, Any], root: Path, budget: int) -> tuple[Bench, in
     return bench, max(map(tiles.count, tiles))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["ties", "itself"])
 def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
     """The one scale is that of the whole matrix: it is chosen before the first code is made."""
@@ -767,6 +770,7 @@ def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: 
         assert {key: bytes(each) for key, each in tiled.written()} == stored
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_but(["linear", "ties"], "ties"))
 def test_no_more_is_in_use_than_was_stated(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
     recipe = {"merge_method": name, **merge_cases(large)[name][0]}
@@ -792,7 +796,7 @@ def test_threads_and_segments_change_no_byte(
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_a_scale_that_a_power_cut_took_is_made_again(
     scaled_parents: list[QuantisedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

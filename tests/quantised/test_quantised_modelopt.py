@@ -60,7 +60,7 @@ def _check_in_and_out(parents: list[QuantisedModel], tmp_path: Path) -> None:
     assert changed_bytes(tmp_path / "same", parents[1].root) == set()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "MXFP8"])
 def test_modelopts_formats_come_out_as_they_went_in(algorithm: str, tmp_path: Path) -> None:
     parents = [modelopt_llama(tmp_path / name, seed, algorithm) for seed, name in enumerate("ab")]
@@ -124,6 +124,7 @@ FRESH: Mapping[str, tuple[dict[str, Any], dict[str, torch.dtype]]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FRESH)
 def test_plain_numbers_become_modelopts_formats(form: str, plain: Path, tmp_path: Path) -> None:
     merge(one_model(plain, out_format=form), tmp_path / "out")

@@ -158,7 +158,7 @@ def test_a_stack_merged_with_itself_is_itself(layout: Layout, parents: list[Mode
     assert changed_bytes(tmp_path / "out", parents[1].root) == set()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_stacks_are_merged_by_the_numbers_that_they_mean(
     layout: Layout, parents: list[Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +191,7 @@ def test_stacks_meet_plain_ones_in_the_same_order(
     _check(tmp_path / "out", layout, expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_methods_that_need_each_expert_make_plain_numbers(
     layout: Layout, parents: list[Model], tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def _block(strategy: str, **more: Any) -> dict[str, Any]:
     return {"strategy": strategy, "evaluations": 24, "command": "", **more}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("strategy", ["tpe", "cmaes", "soup"])
 def test_a_search_that_is_stopped_anywhere_ends_with_the_same_table(tmp_path: Path, strategy: str) -> None:

@@ -60,6 +60,7 @@ def has_weights_of(server: StandIn, directory: Path) -> bool:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("engine", "transfer"),
     [("vllm", "disk"), ("sglang", "memory"), pytest.param("sglang", "disk", marks=pytest.mark.slow)],

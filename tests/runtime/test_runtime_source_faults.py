@@ -158,7 +158,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", [0, 2, 10**6], ids=["before it is read", "while it is read", "after"])
 @pytest.mark.parametrize(("fault", "said"), one_in(2, CHANGES), ids=[fault.__name__ for fault, _ in CHANGES])
 def test_a_source_that_changes_ends_the_run(

@@ -145,6 +145,7 @@ def test_events_tell_how_the_stage_goes(recipe: dict[str, Any], output: Path) ->
     assert events.of(StageReport)[0].report == {"rows": UNITS}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_beside_the_output_unless_it_is_asked_for(
     recipe: dict[str, Any], output: Path
 ) -> None:
@@ -235,6 +236,7 @@ def test_what_is_not_sound_is_made_again(
     assert digests(output) == before
 
 
+@pytest.mark.slow
 def test_a_source_that_was_written_again_is_read_again(
     recipe: dict[str, Any], output: Path, tmp_path: Path
 ) -> None:
@@ -250,6 +252,7 @@ def test_a_source_that_was_written_again_is_read_again(
     assert (_result(output) / RESULT_FILE).read_bytes() != before
 
 
+@pytest.mark.slow
 def test_other_numerics_make_it_again(
     recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +376,7 @@ def test_a_stage_over_a_result_reads_what_was_made_anew(chain: list[dict[str, An
     assert (_result(output, "late") / RESULT_FILE).read_bytes() != before
 
 
+@pytest.mark.slow
 def test_a_stage_over_a_result_is_looked_at_once_that_is_there(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
@@ -444,6 +448,7 @@ def test_what_the_system_refuses_is_told_as_in_a_merge(
     assert started.done_bytes == 700
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -641,6 +646,7 @@ def test_units_of_another_version_are_not_gone_on_with(
     assert started.done_units == 2
 
 
+@pytest.mark.slow
 def test_a_good_result_is_not_thrown_away_by_mistake(
     recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -708,6 +714,7 @@ def test_a_result_with_the_same_bytes_is_kept(recipe: dict[str, Any], output: Pa
     assert is_untouched(_result(output))
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_given_up_does_no_harm_after_the_stage(
     recipe: dict[str, Any], output: Path, tmp_path: Path
 ) -> None:

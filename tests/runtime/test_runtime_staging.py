@@ -175,7 +175,7 @@ def linear_digests(small: Family, tmp_path_factory: pytest.TempPathFactory) -> d
     return _made_alone("linear", small, tmp_path_factory.mktemp("old"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "name", "call"),
     [
@@ -274,7 +274,7 @@ def test_companions_in_directories_of_their_own_stay(tmp_path: Path) -> None:
 # The record
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("harm", ["manifest.json", "ops.arrow", "plan"])
 def test_a_record_that_is_not_whole_is_written_again(
     harm: str, linear: dict[str, Any], linear_digests: dict[str, str], tmp_path: Path

@@ -65,7 +65,7 @@ QUANTISED: Mapping[str, Callable[[Path, int], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_codes_and_scales_are_streamed_as_submit_writes_them(tmp_path: Path, name: str) -> None:
     parents = [QUANTISED[name](tmp_path / each, seed) for seed, each in enumerate(("one", "two"))]
