@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from math import prod
 from os.path import commonpath
@@ -144,6 +145,8 @@ class Purpose:
     """What to do where it cannot be run layer by layer."""
     reads_router_inputs: bool = False
     reads_logits: bool = False
+    runs_experts_alone: bool = False
+    """Whether experts may be left out of the layers in memory, and are loaded where they run."""
 
 
 _NOT_OURS = ("auto_map", "quantization_config", "output_router_logits")
@@ -247,6 +250,27 @@ class Parameter:
         # The stored numbers, and what an adapter adds; of a stack one matrix in float32 as well. Codes are
         # decoded to float32 together with those that they share blocks with.
         return longest * torch.float32.itemsize * (4 if self.has_codes else 2)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether each logical tensor lies at one index of the first dimension, as those of an expert do."""
+        return all(view is not None and len(set(self._indices(view))) == 1 for _, view in self.parts)
+
+    def _indices(self, view: View) -> tuple[int, int]:
+        """Of the first dimension, where a view begins and ends."""
+        size = prod(self.shape[1:])
+        last = sum((count - 1) * stride for count, stride in zip(view.shape, view.strides, strict=True))
+        return view.offset // size, (view.offset + last) // size
+
+    def load_one(self, weights: Weights, index: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        """What lies at one index of a stack, float32 ``[1, ...]``, and the bytes read for it."""
+        weight, nbytes = torch.empty((1, *self.shape[1:]), device=device), 0
+        for logical, view in self.parts:
+            if view is not None and self._indices(view)[0] == index:
+                own = replace(view, offset=view.offset - index * prod(self.shape[1:]))
+                strided(weight.view(-1), own).copy_(weights.load(logical))
+                nbytes += weights.nbytes(logical)
+        return weight, nbytes
 
     def load(self, weights: Weights, device: torch.device) -> torch.Tensor:
         """float32; raises CheckpointError if it cannot be read."""
@@ -442,9 +466,21 @@ class ResidentLayer:
     module: torch.nn.Module
     parameters: tuple[Parameter, ...]
     """Of the module, by their names within it."""
+    weights: Weights
+    device: torch.device
     read_bytes: int
     batch: int = 0
     """The batch that goes through it now."""
+    tell: Callable[[int], None] = field(default=lambda _: None)
+    """Is called with the bytes read for the layer so far."""
+
+    def load_one(self, name: str, index: int) -> torch.Tensor:
+        """What lies at one index of a stack that is not in memory: float32 ``[1, ...]``."""
+        parameter = next(each for each in self.parameters if each.name == name)
+        weight, nbytes = parameter.load_one(self.weights, index, self.device)
+        self.read_bytes += nbytes
+        self.tell(self.read_bytes)
+        return weight
 
 
 class StreamedModel:
@@ -551,12 +587,23 @@ class StreamedModel:
 
     def least_bytes(self, shape: Shape) -> int:
         """Bytes of memory for one batch of a shape, without its kept states."""
-        inside = max(sum(each.nbytes for each in layer) for layer in self._inside)
+        inside = max(sum(map(self._kept_bytes, layer)) for layer in self._inside)
         every = [*self._outside, *(each for layer in self._inside for each in layer)]
         loading = max(each.loading_nbytes for each in every)
         layer = inside + loading + self.call_bytes(shape) + self._temporaries(every, shape)
         head = 0 if self._head is None else self.head_bytes(shape, min(_FEWEST_ROWS, self.num_rows))
         return self.outside_bytes + max(layer, head)
+
+    def _kept_bytes(self, parameter: Parameter) -> int:
+        return parameter.nbytes // (parameter.shape[0] if self._is_left(parameter) else 1)
+
+    def _is_left(self, parameter: Parameter) -> bool:
+        return self._purpose.runs_experts_alone and parameter.is_stack
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of memory, beyond the least, of layers with all of their experts."""
+        return max(sum(each.nbytes - self._kept_bytes(each) for each in layer) for layer in self._inside)
 
     def call_bytes(self, shape: Shape) -> int:
         """Most bytes of the masks and positions in the layer calls for a batch of a shape."""
@@ -590,14 +637,15 @@ class StreamedModel:
         return self._run(zeros, zeros[0, :1], rows)
 
     @contextmanager
-    def resident(self, layer: int, device: torch.device) -> Iterator[ResidentLayer]:
-        """Have a layer in memory."""
+    def resident(self, layer: int, device: torch.device, *, is_whole: bool = True) -> Iterator[ResidentLayer]:
+        """Have a layer in memory; where it is not whole, without the experts that are loaded one by one."""
         module, parameters = self._layers[layer], self._inside[layer]
         compute_buffers(self._decoder, module, but=None, device=device)
-        module.load_state_dict(state_of(parameters, self._weights, device), assign=True)
-        nbytes = sum(each.read_bytes(self._weights) for each in parameters)
+        loaded = [each for each in parameters if is_whole or not self._is_left(each)]
+        module.load_state_dict(state_of(loaded, self._weights, device), assign=True, strict=is_whole)
+        nbytes = sum(each.read_bytes(self._weights) for each in loaded)
         try:
-            yield ResidentLayer(layer, module, parameters, nbytes)
+            yield ResidentLayer(layer, module, parameters, self._weights, device, nbytes)
         finally:
             module.to("meta")
             return_free_memory()
@@ -912,6 +960,9 @@ class LayerStream:
         with self._model() as model, _deterministic(), torch.no_grad(), model.opened(device) as read:
             spare = budget - max(map(model.least_bytes, set(shapes)))
             held_nbytes = sum(kept_nbytes(shape.num_tokens, model.width) for shape in shapes)
+            # Each expert is read once for all batches where the layer's fit; for one batch, whatever fits.
+            is_whole = not model.left_bytes or (len(batches) > 1 and model.left_bytes <= spare)
+            spare -= model.left_bytes if is_whole else 0
             in_memory = held_nbytes <= spare
             limit = spare - held_nbytes if in_memory else spare
             calls: dict[Shape, tuple[Call, ...]] = {}
@@ -921,7 +972,8 @@ class LayerStream:
                     states[batch] = hidden.cpu()
                     read += nbytes
                 for layer in range(model.num_layers):
-                    with model.resident(layer, device) as resident, watch(resident):
+                    with model.resident(layer, device, is_whole=is_whole) as resident, watch(resident):
+                        resident.tell = partial(_tell_more, tell, read)
                         for batch, shape in enumerate(shapes):
                             resident.batch = batch
                             if shape not in calls:
@@ -948,6 +1000,10 @@ class LayerStream:
                 model = StreamedModel(self._base, weights, self._purpose)
         yield model
         self._spare = model
+
+
+def _tell_more(tell: Callable[[int], None], before: int, nbytes: int) -> None:
+    tell(before + nbytes)
 
 
 @contextmanager

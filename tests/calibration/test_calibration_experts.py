@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,17 @@ import pytest
 import torch
 from kits.calibrations import make, reading_model, stage_of, windows_of, write_text
 from kits.command_line import run_command
-from safetensors.torch import load_file
+from kits.layer_streams import open_base
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import raymerge
+from raymerge.errors import NonFiniteError, PlanError
 from raymerge.options import RunOptions
+from raymerge.stages.calibration import blocks
+from raymerge.stages.calibration.experts import SCORES, tokens_lost
+from raymerge.stages.router.work import PROMPTS
+from raymerge.stages.streamed_model import LayerStream, Shape
 
 LENGTH = 9
 
@@ -50,12 +58,34 @@ def note(figures: dict[str, torch.Tensor], experts: Any, args: tuple[torch.Tenso
             figures["largest"][expert] = max(figures["largest"][expert], given.abs().max())
 
 
+def in_fp8(root: Path, plain: Path) -> None:
+    """Store a model's matrices as FP8 codes with scales, and what they stand for as another model."""
+    tensors, codes = load_file(root / "model.safetensors"), dict[str, torch.Tensor]()
+    for name, tensor in list(tensors.items()):
+        if "_proj.weight" in name and "experts" in name:
+            scale = tensor.float().abs().max() / 448
+            codes[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            codes[f"{name}_scale_inv"] = scale.view(1, 1)
+            tensors[name] = codes[name].float() * scale
+    shutil.copytree(root, plain)
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file({**tensors, **codes}, root / "model.safetensors", {"format": "pt"})
+    config = json.loads((root / "config.json").read_bytes())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (root / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.mark.parametrize("stored", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "deepseek_v3"])
-def test_figures_are_those_of_the_formula(tmp_path: Path, name: str) -> None:
-    model = reading_model(tmp_path / "model", name)
+def test_figures_are_those_of_the_formula(tmp_path: Path, name: str, stored: str) -> None:
+    reading_model(tmp_path / "model", name)
+    if stored == "fp8":
+        in_fp8(tmp_path / "model", tmp_path / "plain")
     text = write_text(tmp_path / "text.txt", 90)
+    model = open_base(tmp_path / "model")
     made = make(stage_of(model, "experts", [text], length=LENGTH), tmp_path / "made")
-    expected = reference(tmp_path / "model", windows_of(text, LENGTH))
+    windows = windows_of(text, LENGTH)
+    expected = reference(tmp_path / ("plain" if stored == "fp8" else "model"), windows)
     assert len(made.tensors) == 6 * len(expected)
     for layer, own in expected.items():
         found = {
@@ -69,6 +99,57 @@ def test_figures_are_those_of_the_formula(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(found["norm"], own["norm"] / often, rtol=1e-5, atol=0)
         torch.testing.assert_close(found["weight"], own["weight"], rtol=1e-5, atol=0)
         torch.testing.assert_close(found["largest"], own["largest"], rtol=1e-5, atol=0)
+        assert found["lost"].tolist()[::4] == [0, LENGTH * len(windows)]
+
+
+def test_tokens_lost_are_those_with_no_expert_left() -> None:
+    chosen = torch.tensor([[0, 1], [1, 2], [3, 0], [1, 0]])
+    order = [1, 0, 3, 2]
+    expected = [sum(set(row) <= set(order[:n]) for row in chosen.tolist()) for n in range(5)]
+    assert tokens_lost(chosen, order).tolist() == expected == [0, 0, 2, 3, 4]
+
+
+def test_statistics_do_not_depend_on_units_memory_and_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BATCH_TOKENS", 2 * LENGTH)
+    monkeypatch.setattr(blocks, "UNIT_TOKENS", 5 * LENGTH)
+    model = reading_model(tmp_path / "model", "qwen3_moe")
+    texts = [write_text(tmp_path / f"{seed}.txt", 60, seed=seed) for seed in (1, 2)]
+    stage = stage_of(model, "experts", texts, length=LENGTH)
+    first = make(stage, tmp_path / "first")
+    assert first.num_units == 3
+    # With all experts of a layer in memory, or one at a time; and in another order, as after a kill.
+    assert make(stage, tmp_path / "other", backwards=True, spare=1 << 30).data == first.data
+
+
+def test_a_layer_takes_the_memory_of_one_expert(tmp_path: Path) -> None:
+    model = reading_model(tmp_path / "model", "qwen3_moe", num_experts=16)
+    alone, whole = (LayerStream(model, purpose) for purpose in (SCORES, PROMPTS))
+    matrices = 3 * 24 * 32 * 4
+    assert whole.least_budget(Shape(1, 9)) - alone.least_budget(Shape(1, 9)) == 15 * matrices
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt", 40)
+    odd = stage_of(reading_model(tmp_path / "odd", "llama4_text"), "experts", [text], length=LENGTH)
+    with pytest.raises(PlanError, match="has no experts that are called"):
+        make(odd, tmp_path / "made")
+    dense = reading_model(tmp_path / "dense", "llama")
+    with pytest.raises(PlanError, match="no layer with experts"):
+        stage_of(dense, "experts", [text])
+    (tmp_path / "empty.txt").touch()
+    model = reading_model(tmp_path / "model", "olmoe")
+    with pytest.raises(PlanError, match="gives no token"):
+        make(stage_of(model, "experts", [text, tmp_path / "empty.txt"]), tmp_path / "made")
+    with pytest.raises(PlanError, match="no such file"):
+        stage_of(model, "experts", [tmp_path / "absent.txt"])
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.2.down_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    broken = stage_of(open_base(tmp_path / "model"), "experts", [text], length=LENGTH)
+    with pytest.raises(NonFiniteError, match=r"expert 2 of layer 1 gives NaN or infinity for .*text\.txt"):
+        make(broken, tmp_path / "broken")
 
 
 def test_drops_what_the_command_measured(tmp_path: Path) -> None:
@@ -98,3 +179,7 @@ def test_drops_what_the_command_measured(tmp_path: Path) -> None:
     loaded = raymerge.verify_load(tmp_path / "dropped")
     assert loaded.ran
     assert not loaded.problems
+    assert "of the router's weight" in "".join(raymerge.plan(recipe).manifest["notes"])
+    other = reading_model(tmp_path / "other", "deepseek_v3", seed=2)
+    with pytest.raises(PlanError, match="holds statistics of model, which is not"):
+        raymerge.plan(recipe | {"base_model": other.checkpoint.root})

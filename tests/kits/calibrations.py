@@ -66,15 +66,16 @@ class Made:
     num_units: int
 
 
-def make(stage: Stage, staging: Path, *, backwards: bool = False) -> Made:
+def make(stage: Stage, staging: Path, *, backwards: bool = False, spare: int = 0) -> Made:
+    """``spare``: bytes of memory beyond the least."""
     staging.mkdir(parents=True, exist_ok=True)
     work: Any = CalibrationWork(stage, stage.spec)  # type: ignore[arg-type]
     work.check()
     numbers = list(range(work.num_units))
     with torch_threads(1):
         for number in numbers[::-1] if backwards else numbers:
-            least = work.least_budget()
-            work.unit(number, staging=staging, device=CPU, budget=least, tell=lambda _: None)
+            budget = work.least_budget() + spare
+            work.unit(number, staging=staging, device=CPU, budget=budget, tell=lambda _: None)
         report = work.conclude(staging)
     path = staging / RESULT_FILE
     return Made(load_file(path), report, path.read_bytes(), len(numbers))

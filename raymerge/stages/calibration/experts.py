@@ -24,7 +24,7 @@ from raymerge.stages.calibration.blocks import Block, Walk, Write, added, num_to
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import LayerStream, Purpose, ResidentLayer
 
-SCORES = Purpose("Give the scores of its experts in a file.")
+SCORES = Purpose("Give the scores of its experts in a file.", runs_experts_alone=True)
 
 FEW_TOKENS = 32
 """Tokens of an expert below which its mean says little."""
@@ -150,15 +150,14 @@ def experts_of(layer: torch.nn.Module, num_experts: int) -> torch.nn.Module | No
     return None
 
 
-def _alone(experts: torch.nn.Module, number: int) -> Any:
-    """A module of one expert, in the same memory."""
+def _alone(experts: torch.nn.Module, number: int, layer: ResidentLayer, path: str) -> Any:
+    """A module of one expert, in the same memory, or loaded. ``path``: of ``experts`` in the layer."""
     alone: Any = copy.copy(experts)
-    parameters = experts._parameters.items()
-    alone._parameters = {
-        name: torch.nn.Parameter(each[number : number + 1], requires_grad=False)
-        for name, each in parameters
-        if each is not None
-    }
+    alone._parameters = {}
+    for name, every in experts._parameters.items():
+        assert every is not None
+        own = layer.load_one(f"{path}.{name}", number) if every.is_meta else every[number : number + 1]
+        alone._parameters[name] = torch.nn.Parameter(own, requires_grad=False)
     alone.__dict__.pop("forward", None)
     alone.num_experts = 1
     return alone
@@ -171,11 +170,13 @@ class _Figures:
         experts = experts_of(layer.module, block.num_experts)
         assert experts is not None
         self._experts = experts
+        self._path = next(name for name, each in layer.module.named_modules() if each is experts)
         self._walk = walk
         self._layer = layer
         self._sums = torch.zeros(len(_ADDED) + 1, block.num_experts, dtype=torch.float64)
         self._count = torch.zeros(block.num_experts, dtype=torch.int64)
         self._chosen: list[torch.Tensor] = []
+        self._is_tried = False
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -206,10 +207,22 @@ class _Figures:
 
     def _run(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
         one = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
-        given: torch.Tensor = _alone(self._experts, number)(
-            hidden, one, torch.ones_like(one, dtype=hidden.dtype)
-        )
+        ones = torch.ones_like(one, dtype=hidden.dtype)
+        alone = _alone(self._experts, number, self._layer, self._path)
+        given: torch.Tensor = alone(hidden, one, ones)
+        if not self._is_tried:
+            self._try(alone(hidden[:1], one[:1], 2 * ones[:1]), 2 * given[:1])
         return given
+
+    def _try(self, weighted: torch.Tensor, expected: torch.Tensor) -> None:
+        """Whether what an expert gives is multiplied with its coefficient."""
+        self._is_tried = True
+        if not torch.allclose(weighted, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
+            what = (
+                f"{type(self._experts).__name__} does other things with a coefficient than to multiply what "
+            )
+            what += f"an expert gives (layer {self._layer.number})."
+            raise PlanError(Problem(self._walk.model.name, what, SCORES.remedy))
 
     def _add(self, number: int, given: torch.Tensor, weights: torch.Tensor) -> None:
         norms = torch.linalg.vector_norm(given, dim=1, dtype=torch.float64)
