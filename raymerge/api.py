@@ -445,7 +445,8 @@ def read_recipes(recipes: RecipesLike) -> tuple[AnyRecipe, ...]:
 
 
 def plan(recipe: RecipeLike, *, models: Models = NO_MODELS) -> Plan:
-    """Every output byte with its origin. Reads headers, writes nothing.
+    """Every output byte with its origin. Reads headers, writes nothing. Of a recipe that stands for several
+    merges (``router: repair``) the last.
 
     The plan carries its problems; ``Plan.require`` raises them. ``models``: parents in memory, by what the
     recipe calls them.
@@ -455,7 +456,7 @@ def plan(recipe: RecipeLike, *, models: Models = NO_MODELS) -> Plan:
             (see ``plan_all``).
         PlanError: recipe and sources fit too badly for a plan, or it merges adapters."""
     draft = _draft(recipe)
-    return plan_all(recipe if draft.problems else _only(draft.recipes), models=models)[0]
+    return plan_all(recipe if draft.problems else _only(draft.recipes), models=models)[-1]
 
 
 def plan_all(recipes: RecipesLike, *, models: Models = NO_MODELS) -> tuple[Plan, ...]:

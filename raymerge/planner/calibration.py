@@ -65,7 +65,7 @@ def calibration_stage(
     if not paths:
         what = f"statistics of {model.name} are needed, and no texts are named to run it on."
         raise PlanError(Problem(place, what, "Add 'calibrate: {texts: [FILE]}'."))
-    spec = CalibrationSpec(model, kind, _digested(paths, place), calibrate.tokens, calibrate.length)
+    spec = CalibrationSpec(model, kind, digested_texts(paths, place), calibrate.tokens, calibrate.length)
     return make_stage(
         name=f"@{kind}-{xxhash.xxh3_64_hexdigest(str(model.reference).encode())}",
         title=f"statistics of {model.name} ({kind})",
@@ -148,7 +148,7 @@ def routed_blocks(model: Source) -> tuple[ExpertBlock, ...]:
     return tuple(block for block in blocks if not block.is_mtp)
 
 
-def _digested(paths: Sequence[str], place: str) -> tuple[CalibrationText, ...]:
+def digested_texts(paths: Sequence[str], place: str) -> tuple[CalibrationText, ...]:
     problems: list[Problem] = []
     texts: list[CalibrationText] = []
     for path in paths:

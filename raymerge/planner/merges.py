@@ -42,6 +42,7 @@ from raymerge.planner.moe.expert_set import decide_expert_set
 from raymerge.planner.moe.shape import gate_stage, shape_of
 from raymerge.planner.outputs.build import decide_merge, finish_plan
 from raymerge.planner.parameter_check import check_recipe, neutral_recipe
+from raymerge.planner.router_repair import repair_stage
 from raymerge.planner.tokenizer.vocabulary import approximation_of
 from raymerge.planner.transplant import transplant_stages
 from raymerge.recipes.entry import ModelReference
@@ -49,6 +50,7 @@ from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import Draft
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, references
+from raymerge.recipes.router_repair import RouterRepair
 from raymerge.recipes.schema import Recipe
 from raymerge.storage.open import USUAL, Lookup
 
@@ -66,6 +68,8 @@ def stages_of(
     stages: Sequence[Stage] = ()
     if isinstance(recipe, MoeRecipe):
         stages = (gate_stage(recipe, shape_of(recipe, sources), version=version),)
+    elif isinstance(recipe, Recipe) and isinstance(recipe.router, RouterRepair):
+        stages = (repair_stage(recipe, recipe.router, sources, version=version),)
     elif isinstance(recipe, Recipe) and recipe.align:
         stages = align_stages(recipe, sources, version=version)
     elif isinstance(recipe, Recipe) and approximation_of(recipe) is not None:

@@ -18,6 +18,7 @@ from raymerge.planner.inputs.sources import model_references
 from raymerge.planner.matching.align import Parameters
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.load import MissingMethod
+from raymerge.recipes.router_repair import REPAIR, RouterRepair
 from raymerge.recipes.schema import MethodRule, ModelEntry, ModuleEntry, OutputSlice, Recipe, SliceSource
 from raymerge.recipes.settings import Conditional, Gradient, Scalar, Setting
 
@@ -293,7 +294,7 @@ ROUTER_ROLES = (Role.ROUTER.value, Role.ROUTER_BIAS.value)
 def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
     """The recipe with its ``router`` as one more rule, and that rule's number; itself for ``merge``. Raises
     PlanError: the model named is not one that the recipe merges."""
-    if recipe.router == "merge":
+    if isinstance(recipe.router, RouterRepair) or recipe.router == "merge" or recipe.router == REPAIR:
         return recipe, None
     router_model = recipe.base_model if recipe.router == "base" else recipe.router
     if router_model is None:

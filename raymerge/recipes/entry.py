@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, PrivateAttr, ValidationInfo
 
@@ -225,6 +225,12 @@ class Document(Entry):
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def at_place_of(self, written: Document) -> Self:
+        """With the positions of the recipe that it stands for a part of; its text is its own."""
+        placed = self.model_copy()
+        placed._reading = replace(written._reading, text=None)
+        return placed
 
     @classmethod
     def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:

@@ -9,12 +9,15 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
+import xxhash
+
 from raymerge.documents.fields import FieldPath
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.entry import Entry, Exists, ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.moe import MoeRecipe
-from raymerge.recipes.schema import Recipe, TokenRow
+from raymerge.recipes.router_repair import REPAIR, RepairDomain, RouterRepair
+from raymerge.recipes.schema import ModelEntry, Recipe, TokenRow
 from raymerge.storage.addresses import as_path
 
 AnyRecipe: TypeAlias = Recipe | MoeRecipe | ExpertSetRecipe
@@ -51,11 +54,18 @@ def _references(value: object, path: FieldPath) -> Iterator[tuple[FieldPath, Mod
                 yield from _references(each, (*path, index))
 
 
-def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> tuple[Merge, ...]:
-    """The recipes in order of dependency, else in file order; the last is the result.
+def merge_order(recipes: Sequence[AnyRecipe], *, exists: Exists = os.path.isdir) -> tuple[AnyRecipe, ...]:
+    """The merges to carry out, in order of dependency, else in file order; the last is the result. A recipe
+    with ``router: repair`` stands for two.
 
     A model whose path is the name of a recipe stands for its result. Raises RecipeError for names that are
     repeated, missing or also directories, cycles, and more than one result."""
+    ordered = recipe_order(recipes, exists=exists)
+    return tuple(each for recipe in ordered for each in _with_repair(recipe))
+
+
+def recipe_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> tuple[Merge, ...]:
+    """As ``merge_order``, each recipe as written."""
     if problems := order_problems(recipes, exists=exists, are_all=True):
         raise RecipeError(problems)
     needed = _needed(recipes, tuple(_uses(recipes)))
@@ -63,6 +73,37 @@ def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> 
     while len(order) < len(recipes):
         order.append(next(i for i in range(len(recipes)) if i not in order and needed[i].issubset(order)))
     return tuple(recipes[index] for index in order)
+
+
+_OF_OUTPUT = ("calibrate", "shard_size", "duplicates", "layout", "training_state")
+# What says how a merge is made or stored, and not what of.
+
+
+def _with_repair(recipe: AnyRecipe) -> Iterator[AnyRecipe]:
+    """Of a merge with ``router: repair`` the merge without it, and the one that repairs its routers."""
+    if not isinstance(recipe, Recipe) or recipe.router != REPAIR:
+        yield recipe
+        return
+    digest = xxhash.xxh3_64_hexdigest(recipe.model_dump_json(exclude={"name"}).encode())
+    merged = f"before-repair-{digest}"
+    without = {"name": merged, "router": "merge", "layout": None, "training_state": "keep"}
+    yield recipe.model_copy(update=without).at_place_of(recipe)
+    shared = () if recipe.calibrate is None else recipe.calibrate.texts
+    domains = {
+        entry.model: entry.texts or shared
+        for entry in recipe.models
+        if entry.texts or entry.model != recipe.base_model
+    }
+    repaired = Recipe(
+        name=recipe.name,
+        merge_method="passthrough",
+        models=(ModelEntry(model=ModelReference(merged)),),
+        router=RouterRepair(
+            repair=tuple(RepairDomain(model=model, texts=texts) for model, texts in domains.items())
+        ),
+        **{key: getattr(recipe, key) for key in _OF_OUTPUT if key in recipe.model_fields_set},
+    )
+    yield repaired.at_place_of(recipe)
 
 
 def order_problems(recipes: Sequence[AnyRecipe], *, exists: Exists, are_all: bool) -> list[Problem]:

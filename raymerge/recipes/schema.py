@@ -40,6 +40,7 @@ from raymerge.recipes.entry import (
     reading_of,
     word_or_reference,
 )
+from raymerge.recipes.router_repair import RouterSource, repair_faults
 from raymerge.recipes.settings import (
     SELECTOR_KEYS,
     OutFormat,
@@ -179,12 +180,6 @@ class AdapterOutput(Entry):
                 what = f"'{key}' limits the rank, which 'combine: concatenate' does not do."
                 yield Fault((key,), what, f"Remove '{key}', or write 'combine: svd'.")
 
-
-RouterSource: TypeAlias = Annotated[
-    Literal["merge", "base"] | ModelReference,
-    PlainValidator(word_or_reference("merge", "base")),
-    PlainSerializer(plain_word_or_reference("merge", "base")),
-]
 
 _WORDS = ("experts", "none")
 _MAP = "a map like {experts: true, neurons: false}"
@@ -446,7 +441,8 @@ class Recipe(Document):
     pickled_weights: PickledWeights = "read"
     """Pickled weights, where there are no safetensors: ``read`` without running code, or ``refuse``."""
     router: RouterSource = "merge"
-    """``merge`` as other tensors, the ``base``'s own rows and biases, or those of a model."""
+    """``merge`` as other tensors, the ``base``'s own rows and biases, or those of a model; ``repair`` solves
+    for routers that do with texts of each model's domain what its own do."""
     align: Alignment = None
     """Matching of independently trained mixtures; None if their experts are in one order."""
     calibrate: Calibrate | None = None
@@ -467,6 +463,7 @@ class Recipe(Document):
         yield from misplaced_keys(cls, data)
         yield from _exactly_one(data, ("models", "slices", "modules"))
         yield from _layout_faults(data)
+        yield from repair_faults(data)
         if data.get("adapter") is not None:
             yield from _adapter_faults(data)
         if data.get("tokenizer") is not None and data.get("tokenizer_source") is not None:

@@ -38,7 +38,7 @@ from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.axes import AxisValue, Plain, read_value
 from raymerge.recipes.entry import RECIPE, Exists
 from raymerge.recipes.load import MARK, Draft, draft_document, join_drafts, marks, with_order_problems
-from raymerge.recipes.order import AnyRecipe, merge_order
+from raymerge.recipes.order import AnyRecipe, recipe_order
 from raymerge.recipes.sweep import has_document, has_sweep_keys, new_text, plain_text
 
 _FORMS = "Write {search: [0, 1]}, {search: {low: 0, high: 1, step: 0.25}} or {search: {choices: [a, b]}}."
@@ -252,7 +252,7 @@ def marked_problems(marked: MarkedRecipe) -> tuple[Problem, ...]:
 
 
 def _not_last(recipes: Sequence[AnyRecipe]) -> tuple[Problem, ...]:
-    result = merge_order(recipes)[-1]
+    result = recipe_order(recipes)[-1]
     if result is recipes[-1]:
         return ()
     what = f"this merge is searched for, and '{result.name}' uses it."

@@ -38,7 +38,7 @@ from raymerge.recipes.load import (
     join_drafts,
     with_order_problems,
 )
-from raymerge.recipes.order import AnyRecipe, merge_order
+from raymerge.recipes.order import AnyRecipe, recipe_order
 from raymerge.recipes.training_run import NO_CHECKPOINTS, USUAL_FILES, Checkpoints, RunFiles
 from raymerge.recipes.windows import UNKNOWN_WINDOW, Window, read_windows
 
@@ -349,7 +349,7 @@ class _Expansion:
         return replace(draft, problems=tuple(each for each in draft.problems if each.where not in hidden))
 
     def _not_last(self, recipes: Sequence[AnyRecipe]) -> tuple[Problem, ...]:
-        result = merge_order(recipes, exists=self._exists)[-1]
+        result = recipe_order(recipes, exists=self._exists)[-1]
         if result is recipes[-1]:
             return ()
         what = f"the sweep makes several outputs, and '{result.name}' uses this merge."

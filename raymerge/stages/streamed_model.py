@@ -473,6 +473,9 @@ class ResidentLayer:
     """The batch that goes through it now."""
     tell: Callable[[int], None] = field(default=lambda _: None)
     """Is called with the bytes read for the layer so far."""
+    rehearse: Callable[[], None] = lambda: None
+    """Runs the layer on every batch, and keeps nothing of what comes out. Whoever watches may raise
+    ``LayerLeft`` in it, where a batch has no need to go further."""
 
     def load_one(self, name: str, index: int) -> torch.Tensor:
         """What lies at one index of a stack that is not in memory: float32 ``[1, ...]``."""
@@ -481,6 +484,10 @@ class ResidentLayer:
         self.read_bytes += nbytes
         self.tell(self.read_bytes)
         return weight
+
+
+class LayerLeft(Exception):  # noqa: N818 - no error: it ends a rehearsal of a batch
+    pass
 
 
 class StreamedModel:
@@ -572,6 +579,9 @@ class StreamedModel:
     @property
     def layers(self) -> tuple[torch.nn.Module, ...]:
         return self._layers
+
+    def parameters(self, layer: int) -> tuple[Parameter, ...]:
+        return self._inside[layer]
 
     @property
     def num_layers(self) -> int:
@@ -902,6 +912,35 @@ def keep_states(shapes: Sequence[Shape], width: int, *, spill: Path | None) -> I
         store.remove(_FILE)
 
 
+@dataclass(slots=True)
+class _Passes:
+    """Runs resident layers on the batches."""
+
+    model: StreamedModel
+    shapes: Sequence[Shape]
+    states: States
+    device: torch.device
+    limit: int
+    """Bytes of memory for the arguments of layer calls."""
+    calls: dict[Shape, tuple[Call, ...]] = field(default_factory=dict)
+
+    def run(self, layer: ResidentLayer, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input of the layer for a batch, its output, and the input of its feed-forward network."""
+        layer.batch, shape = batch, self.shapes[batch]
+        if shape not in self.calls:
+            # They are made anew where they would take more than there is.
+            if sum(map(self.model.call_bytes, (*self.calls, shape))) > self.limit:
+                self.calls.clear()
+            self.calls[shape] = self.model.calls(shape, self.device)
+        hidden = self.states[batch].to(self.device)
+        return hidden, *self.model.run(layer.number, self.calls[shape][layer.number], hidden)
+
+    def rehearse(self, layer: ResidentLayer) -> None:
+        for batch in range(len(self.shapes)):
+            with suppress(LayerLeft):
+                self.run(layer, batch)
+
+
 class LayerStream:
     """A base model that is read layer by layer.
 
@@ -926,6 +965,11 @@ class LayerStream:
         """Its layers, on the meta device; raises PlanError as ``check``."""
         with self._model() as model:
             return model.layers
+
+    def parameters(self, layer: int) -> tuple[Parameter, ...]:
+        """Those of a layer that the checkpoint has; raises PlanError as ``check``."""
+        with self._model() as model:
+            return model.parameters(layer)
 
     def width(self) -> int:
         """Raises PlanError as ``check``."""
@@ -965,29 +1009,24 @@ class LayerStream:
             spare -= model.left_bytes if is_whole else 0
             in_memory = held_nbytes <= spare
             limit = spare - held_nbytes if in_memory else spare
-            calls: dict[Shape, tuple[Call, ...]] = {}
             with keep_states(shapes, model.width, spill=None if in_memory else spill) as states:
+                passes = _Passes(model, shapes, states, device, limit)
                 for batch, tokens in enumerate(batches):
                     hidden, nbytes = model.embed(tokens, device)
                     states[batch] = hidden.cpu()
                     read += nbytes
                 for layer in range(model.num_layers):
-                    with model.resident(layer, device, is_whole=is_whole) as resident, watch(resident):
+                    with model.resident(layer, device, is_whole=is_whole) as resident:
                         resident.tell = partial(_tell_more, tell, read)
-                        for batch, shape in enumerate(shapes):
-                            resident.batch = batch
-                            if shape not in calls:
-                                # They are made anew where they would take more than there is.
-                                if sum(map(model.call_bytes, (*calls, shape))) > limit:
-                                    calls.clear()
-                                calls[shape] = model.calls(shape, device)
-                            hidden = states[batch].to(device)
-                            output, router_input = model.run(layer, calls[shape][layer], hidden)
-                            visit(layer, batch, hidden, router_input)
-                            states[batch] = output.cpu()
+                        resident.rehearse = partial(passes.rehearse, resident)
+                        with watch(resident):
+                            for batch in range(len(shapes)):
+                                hidden, output, router_input = passes.run(resident, batch)
+                                visit(layer, batch, hidden, router_input)
+                                states[batch] = output.cpu()
                     read += resident.read_bytes
                     tell(read)
-                calls.clear()
+                passes.calls.clear()
                 room = budget - model.outside_bytes - (held_nbytes if in_memory else 0)
                 return read + finish(model, states, room)
 

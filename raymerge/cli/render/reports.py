@@ -343,12 +343,16 @@ def has_router(report: StageReport) -> bool:
 
 
 def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
-    """Print a short table for each stage that made router rows or rows of tokens; other stages have none."""
+    """Print a short table for each stage that made or repaired routers, or made rows of tokens; other stages
+    have none."""
+    from raymerge.planner.router_repair import KIND as REPAIR
     from raymerge.stages.transplant import KIND as ROWS
 
     for each in reports:
         if has_router(each):
             _show_router(console, each.title, each.report)
+        elif each.report.get("kind") == REPAIR:
+            _show_repair(console, each.title, each.report)
         elif each.report.get("kind") == ROWS:
             console.print()
             console.print(heading(each.title))
@@ -393,6 +397,33 @@ def _row_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, left in report["left"].items():
         if left is not None:
             yield name, f"what is combined misses the donor's rows by {left:.0%} of their length"
+
+
+def _show_repair(console: Console, title: str, report: Mapping[str, Any]) -> None:
+    """How many of the experts that a source's router chooses, on its own texts, the merge's chooses too."""
+    layers, names = report["layers"], [domain["model"] for domain in report["domains"]]
+    console.print()
+    console.print(heading(title))
+    head = ("experts in common with", "as merged", "repaired")
+    means = [
+        [sum(each[when][n] for each in layers) / len(layers) for when in _TIMES] for n in range(len(names))
+    ]
+    rows = [(name, *map("{:.1%}".format, own)) for name, own in zip(names, means, strict=True)]
+    console.print(make_table(head, rows, numbers=(1, 2)))
+    console.print(make_table(("layer", *head[1:], "iterations"), _repaired(layers), numbers=(0, 1, 2, 3)))
+    if left := [each for each in layers if not each["is_converged"]]:
+        worst = max(each["residual"] for each in left)
+        places = shortlist([each["layer"] for each in left], _LAYERS_SHOWN)
+        console.print(f"warning: not solved to the end in layers {places}; residual {worst:.1e} at most")
+
+
+_TIMES = ("before", "after")
+
+
+def _repaired(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for each in layers:
+        shares = [f"{sum(each[when]) / len(each[when]):.1%}" for when in _TIMES]
+        yield str(each["layer"]), *shares, str(each["iterations"])
 
 
 def _show_router(console: Console, title: str, report: Mapping[str, Any]) -> None:

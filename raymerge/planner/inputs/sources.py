@@ -219,7 +219,47 @@ class CalibrationSpec:
         return replace(self, model=opened(self.model))
 
 
-StageSpec: TypeAlias = GateSpec | AlignSpec | TransplantSpec | CalibrationSpec
+@dataclass(frozen=True, slots=True)
+class RouterPlace:
+    """A linear router by its logical names."""
+
+    layer: int
+    weight: str
+    bias: str
+    """"" for a router without one."""
+    shape: tuple[int, int]
+    """``[E, D]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairSpec:
+    """Routers of a merge to be solved for what those of its sources do with texts of their domains.
+
+    The result has the routers' weights and biases, by canonical names and in the merge's own dtypes."""
+
+    merged: Source
+    models: tuple[Source, ...]
+    texts: tuple[tuple[CalibrationText, ...], ...]
+    """Of each model."""
+    routers: tuple[RouterPlace, ...]
+    num_tokens: int
+    """Most tokens of each text."""
+    length: int | None
+    """Tokens of a window; None for the usual number."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self.merged, *self.models)
+
+    @property
+    def owner(self) -> Source:
+        return self.merged
+
+    def over(self, opened: Callable[[Source], Source]) -> RepairSpec:
+        return replace(self, merged=opened(self.merged), models=tuple(map(opened, self.models)))
+
+
+StageSpec: TypeAlias = GateSpec | AlignSpec | TransplantSpec | CalibrationSpec | RepairSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +382,11 @@ def _plain(spec: StageSpec) -> dict[str, Any]:
         texts = [each.digest for each in spec.texts]
         asked = {"texts": texts, "tokens": spec.num_tokens, "length": spec.length}
         return {"kind": "calibration", "statistics": spec.kind, "model": _fingerprints(spec.model), **asked}
+    if isinstance(spec, RepairSpec):
+        domains = [[each.digest for each in own] for own in spec.texts]
+        asked = {"texts": domains, "tokens": spec.num_tokens, "length": spec.length}
+        sources = [_fingerprints(each) for each in spec.sources]
+        return {"kind": "repair", "sources": sources, **asked}
     plain = {each.name: getattr(spec, each.name) for each in fields(spec)}
     experts, shared = ([asdict(each) for each in prompts] for prompts in (spec.experts, spec.shared))
     constants = [[e.name, e.dtype.value, e.shape, e.value] for e in spec.constants]
@@ -650,7 +695,8 @@ def _opened(
     pickled = pickles_read([recipe])
     for path, reference in list(references(recipe)):
         # Rules choose among models that are named elsewhere; others are refused in planning.
-        if reference in opened or path[0] in _CHOOSING or path[:2] == ("trunk", "methods"):
+        is_chosen = path[0] in _CHOOSING and path[:2] != ("router", "repair")
+        if reference in opened or is_chosen or path[:2] == ("trunk", "methods"):
             continue
         opened[reference] = None
         try:

@@ -29,6 +29,7 @@ from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.matching.method_assignment import MethodAssignment
 from raymerge.planner.parameter_check import ROUTER_ROLES, ineffective_parameters
 from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.router_repair import RouterRepair
 from raymerge.recipes.schema import Recipe
 
 _TEXT, _VISION, _AUDIO = "text", "vision_config", "audio_config"
@@ -460,7 +461,10 @@ def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTens
     infos = logical.infos
     if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
         return
-    if recipe.router == "merge":
+    if isinstance(recipe.router, RouterRepair):
+        models = ", ".join(str(each.model) for each in recipe.router.repair)
+        yield f"routers are solved for those of {models}, on texts of each (router: repair)"
+    elif recipe.router == "merge":
         by = "as 'methods' and merge_method say" if recipe.methods else f"by {recipe.merge_method}"
         yield f"routers are merged {by} (router: merge)"
     else:

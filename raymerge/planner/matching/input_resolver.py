@@ -25,6 +25,7 @@ from raymerge.planner.inputs.sources import (
     HEAD_ROWS,
     AlignSpec,
     Prepared,
+    RepairSpec,
     Source,
     TransplantSpec,
 )
@@ -434,7 +435,7 @@ class InputResolver:
         self.aligned: Mapping[int, Overlay] = {
             index: Overlay(store, logical[index], each.tensors)
             for store, (index, each) in enumerate(results, start=len(sources) + len(adapters))
-            if isinstance(each.stage.spec, AlignSpec)
+            if isinstance(each.stage.spec, AlignSpec | RepairSpec)
         }
         self._transplants: Mapping[int, tuple[int, Prepared]] = {
             index: (store, each)

@@ -35,7 +35,7 @@ from raymerge.merge_plan.plan import planned_layout, weight_files
 from raymerge.methods import find_method
 from raymerge.options import STEPS_WANTED, RunOptions
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.sources import Source, Stage, TransplantSpec, holdings
+from raymerge.planner.inputs.sources import RepairSpec, Source, Stage, TransplantSpec, holdings
 from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.finish import kept_companions, read_record
 from raymerge.publish.lease import stop_request_at
@@ -537,6 +537,8 @@ class MergeJob:
                     if not awaits_results(stage):
                         self._known[stage.name] = self._works(stage)
                         self._stage_run(stage).check()
+                    elif isinstance(stage.spec, RepairSpec):
+                        self._works(stage).check()
         raise_any(errors)
         return tuple(runs)
 
@@ -606,6 +608,8 @@ def stage_lines(
                 line = StageLine(stage.title, units, read, run.work.least_budget(), None)
                 run.budget()
                 line = replace(line, disk_bytes=run.disk_nbytes())
+            elif isinstance(stage.spec, RepairSpec):
+                works(stage).check()
         lines.append(line)
     return tuple(lines), _problems(errors)
 

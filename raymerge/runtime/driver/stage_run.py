@@ -22,6 +22,7 @@ from raymerge.planner.inputs.sources import (
     CalibrationSpec,
     GateSpec,
     Prepared,
+    RepairSpec,
     Source,
     Stage,
     TransplantSpec,
@@ -60,6 +61,10 @@ def work_of(stage: Stage) -> StageWork:
         from raymerge.stages.transplant import transplant_work
 
         return transplant_work(stage)
+    if isinstance(stage.spec, RepairSpec):
+        from raymerge.stages.calibration.router_repair import RepairWork
+
+        return RepairWork(stage, stage.spec)
     if isinstance(stage.spec, CalibrationSpec):
         from raymerge.stages.calibration.work import CalibrationWork
 

@@ -37,6 +37,9 @@ class TensorFile:
             raise ValueError(f"{name} is laid out as {placed.dtype.value} {placed.shape}, not as {given}")
         self._store.write_at(self._key, placed.offset, stored.view(-1).view(torch.uint8).numpy().data)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return torch_dtype(self._tensors[name].dtype)
+
     def sync(self) -> None:
         self._store.sync(self._key)
         self._store.sync_directory()
