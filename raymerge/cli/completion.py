@@ -47,8 +47,9 @@ def schema(
         from raymerge.deploy.profiles import profile_schema
         from raymerge.documents.json_schema import schema_text
         from raymerge.planner.recipe_schema import recipe_schema
+        from raymerge.recipe_search.settings import SEARCH_GRAMMAR
 
-    sys.stdout.write(schema_text(recipe_schema() if document == "recipe" else profile_schema()))
+    sys.stdout.write(schema_text(recipe_schema(SEARCH_GRAMMAR) if document == "recipe" else profile_schema()))
     return 0
 
 

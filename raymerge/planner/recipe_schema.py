@@ -15,12 +15,12 @@ from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import MARK, PROMPTS, SWEEP_KEYS, VARIABLE
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.schema import Recipe
+from raymerge.recipes.search import MARK_GRAMMAR
 from raymerge.recipes.settings import setting_grammar
 from raymerge.recipes.windows import WINDOWS_GRAMMAR
 
 _KINDS = (Recipe, MoeRecipe, ExpertSetRecipe)
 _AVERAGE = "AverageRecipe"
-_MARKED = "MarkedRecipe"
 _KEYS: Grammar = {"sweep": AXES_GRAMMAR, "outputs": TEXT}
 """Keys that a recipe of any kind may have beside its own."""
 _VARIABLE = {"description": "A value of a sweep's axis", "type": "string", "pattern": f"^{VARIABLE.pattern}$"}
@@ -32,26 +32,28 @@ _NUMBERS: dict[str, Grammar] = {
 }
 
 
-def recipe_schema() -> dict[str, Any]:
+def recipe_schema(search: Grammar) -> dict[str, Any]:
+    """``search``: what may stand below that key."""
     defs = definitions(*_KINDS)
     defs = {name: _open_to_variables(each) for name, each in defs.items()}
-    defs["Variable"] = _VARIABLE
+    defs |= {"Variable": _VARIABLE, "Mark": MARK_GRAMMAR, "Search": search}
     _name_methods(defs)
     # mergekit has this name for what 'experts' says.
     defs[MoeRecipe.__name__]["properties"]["merge_method"] = {"const": "moe"}
     defs[_AVERAGE] = _average(defs[Recipe.__name__])
     for name in (*(kind.__name__ for kind in _KINDS), _AVERAGE):
         defs[name]["properties"] |= {key: or_empty(each) for key, each in _KEYS.items()}
+        defs[name]["properties"][MARK] = reference("Search")
         defs[name]["patternProperties"] = {"^x-": True}
-    defs["NoVariable"] = _no_variable()
-    # Its values may be anything that is searched for, of which what makes a candidate knows more.
-    defs[_MARKED] = {"type": "object", "properties": {MARK: {"type": "object"}}}
+    defs |= {"NoVariable": _no_variable(), "NoMark": _no_mark()}
     return {
         "$schema": DIALECT,
         "title": "raymerge recipe",
         **_kind_of_document(),
         "allOf": [
             {"if": {"not": given("sweep")}, "then": reference("NoVariable")},
+            {"if": {"not": _is_marked()}, "then": reference("NoMark")},
+            {"not": {"allOf": [_is_marked(), any_of(*map(given, _KEYS))]}},
             {"if": given("outputs"), "then": any_of(*map(given, SWEEP_KEYS))},
         ],
         "$defs": dict(sorted(defs.items())),
@@ -63,8 +65,7 @@ def _kind_of_document() -> Grammar:
     is_map: Grammar = {"required": ["experts"], "properties": {"experts": {"type": "object"}}}
     is_built = any_of({"required": ["experts"]}, {"required": ["gate_mode"]})
     average = _choice({"required": ["checkpoints"]}, _AVERAGE, reference(Recipe.__name__))
-    plain = _choice(is_map, ExpertSetRecipe.__name__, _choice(is_built, MoeRecipe.__name__, average))
-    return _choice(given(MARK), _MARKED, plain)
+    return _choice(is_map, ExpertSetRecipe.__name__, _choice(is_built, MoeRecipe.__name__, average))
 
 
 def _choice(condition: Grammar, name: str, other: Grammar) -> Grammar:
@@ -79,7 +80,7 @@ def _average(recipe: Grammar) -> Grammar:
     return {**recipe, "properties": properties, "required": ["checkpoints"], "allOf": [follows]}
 
 
-# Variables of sweeps -------------------------------------------------------------------------------
+# Variables of sweeps and marks of searches ---------------------------------------------------------
 
 _HOLDERS = ("properties", "patternProperties")
 _HELD = ("items", "additionalProperties")
@@ -87,7 +88,7 @@ _LISTED = ("anyOf", "prefixItems")
 
 
 def _open_to_variables(schema: Any) -> Any:
-    """The schema with a variable wherever a scalar may stand that is more than any text."""
+    """The schema with a mark wherever a scalar may stand, and a variable where that is more than any text."""
     if not isinstance(schema, dict):
         return schema
     changed = dict(schema)
@@ -98,17 +99,22 @@ def _open_to_variables(schema: Any) -> Any:
             changed[key] = _open_to_variables(schema[key])
         elif key in _LISTED:
             changed[key] = [_open_to_variables(each) for each in schema[key]]
-    if not _is_scalar(schema):
+    others = _instead_of(schema)
+    if not others:
         return changed
     about = {key: changed.pop(key) for key in ("description", "default") if key in changed}
-    return {**about, **any_of(changed, reference("Variable"))}
+    return {**about, **any_of(changed, *map(reference, others))}
 
 
-def _is_scalar(schema: Grammar) -> bool:
+def _instead_of(schema: Grammar) -> tuple[str, ...]:
+    """What may stand in the place of a scalar; nothing in that of anything else."""
     kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    is_text = kinds == ["string"] and "pattern" not in schema
-    return "enum" in schema or (bool({*kinds} - {"object", "array", "null"}) and not is_text)
+    scalars = {kinds} if isinstance(kinds, str) else {*kinds}
+    scalars -= {"object", "array", "null"}
+    if scalars == {"string"} and not schema.keys() & {"pattern", "enum"}:
+        # A variable is a text too.
+        return ("Mark",)
+    return ("Variable", "Mark") if scalars or "enum" in schema else ()
 
 
 def _no_variable() -> Grammar:
@@ -119,6 +125,16 @@ def _no_variable() -> Grammar:
     return {"not": not_one, "items": each, "properties": prompts, "additionalProperties": each}
 
 
+def _is_marked() -> Grammar:
+    return {"required": [MARK]}
+
+
+def _no_mark() -> Grammar:
+    each = reference("NoMark")
+    no_map: Grammar = {"not": {"type": "object", **_is_marked()}}
+    return {**no_map, "items": each, "additionalProperties": each}
+
+
 # Methods -------------------------------------------------------------------------------------------
 
 
@@ -126,7 +142,7 @@ def _name_methods(defs: dict[str, Grammar]) -> None:
     """Add names of methods and parameters, and what each method demands, to the schemas of what has them."""
     known = methods().values()
     names = ({"const": each.name, "description": each.summary} for each in known)
-    defs["Method"] = any_of(*names, reference("Variable"))
+    defs["Method"] = any_of(*names, reference("Variable"), reference("Mark"))
     defs["Parameters"] = {"type": "object", "properties": _all_parameters(), "additionalProperties": False}
     for schema in [*defs.values()]:
         properties = schema.get("properties", {})

@@ -20,6 +20,7 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.grammar import NUMBER, Grammar, declared, given, map_of
 from raymerge.recipe_search.evaluators.table import KINDS
 from raymerge.recipe_search.strategies import BOUNDED, STRATEGIES, strategy_faults
 from raymerge.recipes.search import Parameter
@@ -30,8 +31,26 @@ _STOP_FORM = "Write it as stop_early: {share: 0.25, keep: 0.5}."
 _USUAL_ROUND = 4
 MAX_EVALUATIONS = 100_000
 
+_METRICS: Grammar = {"type": "object", "additionalProperties": NUMBER, "minProperties": 1}
 _PART = {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
 _read_part = number_within(_PART, "is not between 0 and 1.", _STOP_FORM)
+_read_strategy, _read_count = choice_of(*STRATEGIES), between(1, MAX_EVALUATIONS)
+_read_round, _read_seed = between(1, 1000), between(0, 2**31 - 1)
+
+SEARCH_GRAMMAR: Grammar = {
+    **map_of(
+        {
+            "strategy": declared(_read_strategy),
+            "evaluations": declared(_read_count),
+            "round": declared(_read_round),
+            "seed": declared(_read_seed),
+            "metrics": _METRICS,
+            "stop_early": map_of({"share": declared(_read_part), "keep": declared(_read_part)}, "share"),
+            **{key: declared(kind.read) for key, kind in KINDS.items()},
+        }
+    ),
+    "oneOf": [given(key) for key in KINDS],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +87,10 @@ def read_settings(
         raise unexpected(block, "a map", _FORM)
     known = (*_KEYS, *KINDS)
     faults = [unknown_key(key, known) for key in block if key not in known]
-    strategy = attempt_key(choice_of(*STRATEGIES), block, "strategy", faults) or "tpe"
-    number = attempt_key(between(1, MAX_EVALUATIONS), block, "evaluations", faults)
-    size = attempt_key(between(1, 1000), block, "round", faults) or _USUAL_ROUND
-    seed = attempt_key(between(0, 2**31 - 1), block, "seed", faults) or 0
+    strategy = attempt_key(_read_strategy, block, "strategy", faults) or "tpe"
+    number = attempt_key(_read_count, block, "evaluations", faults)
+    size = attempt_key(_read_round, block, "round", faults) or _USUAL_ROUND
+    seed = attempt_key(_read_seed, block, "seed", faults) or 0
     metrics = attempt_key(_read_metrics, block, "metrics", faults)
     kind = _kind(block, faults)
     settings = attempt(KINDS[kind].read, block[kind], (kind,), faults) if kind else None

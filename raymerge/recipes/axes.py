@@ -21,10 +21,10 @@ _MAX_ASSIGNMENTS = 100 * MAX_OUTPUTS
 
 AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("zip", "include", "exclude")
-_VALUE: Grammar = {"type": ["string", "number", "boolean"]}
+VALUE: Grammar = {"type": ["string", "number", "boolean"]}
 _ENTRIES: Grammar = {
     "type": "array",
-    "items": {"type": "object", "additionalProperties": _VALUE, "minProperties": 1},
+    "items": {"type": "object", "additionalProperties": VALUE, "minProperties": 1},
 }
 AXES_GRAMMAR: Grammar = {
     "type": "object",
@@ -34,7 +34,7 @@ AXES_GRAMMAR: Grammar = {
         "exclude": _ENTRIES,
     },
     "propertyNames": {"pattern": f"^{AXIS.pattern}$"},
-    "additionalProperties": {"type": "array", "items": _VALUE, "minItems": 1},
+    "additionalProperties": {"type": "array", "items": VALUE, "minItems": 1},
     "minProperties": 1,
 }
 _FORM = "Write it as sweep: {t: [0.3, 0.5]}."

@@ -24,6 +24,7 @@ from raymerge.documents.fields import (
     show,
     unknown_key,
 )
+from raymerge.documents.grammar import NUMBER, SWITCH, Grammar, any_of, map_of
 from raymerge.documents.positions import (
     Located,
     Part,
@@ -35,7 +36,7 @@ from raymerge.documents.positions import (
     split_documents,
 )
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes.axes import AxisValue, Plain, read_value
+from raymerge.recipes.axes import VALUE, AxisValue, Plain, read_value
 from raymerge.recipes.entry import RECIPE, Exists
 from raymerge.recipes.load import MARK, Draft, draft_document, join_drafts, marks, with_order_problems
 from raymerge.recipes.order import AnyRecipe, recipe_order
@@ -43,6 +44,18 @@ from raymerge.recipes.sweep import has_document, has_sweep_keys, new_text, plain
 
 _FORMS = "Write {search: [0, 1]}, {search: {low: 0, high: 1, step: 0.25}} or {search: {choices: [a, b]}}."
 _RANGE_KEYS = ("low", "high", "step", "log")
+_BOUNDS: Grammar = {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2}
+_CHOICES: Grammar = {"type": "array", "items": VALUE, "minItems": 2}
+MARK_GRAMMAR: Grammar = map_of(
+    {
+        MARK: any_of(
+            _BOUNDS,
+            map_of({"low": NUMBER, "high": NUMBER, "step": NUMBER, "log": SWITCH}, "low", "high"),
+            map_of({"choices": _CHOICES}, "choices"),
+        )
+    },
+    MARK,
+)
 _DIGITS = 6
 """Of a number between the ends of a range: more would only make tables wide."""
 

@@ -20,6 +20,7 @@ import raymerge
 from raymerge.deploy.profiles import profile_schema
 from raymerge.errors import UserError
 from raymerge.planner.recipe_schema import recipe_schema
+from raymerge.recipe_search.settings import SEARCH_GRAMMAR
 from raymerge.recipes.load import recipe_from_mapping
 from raymerge.recipes.sweep import draft_sweep_mapping
 
@@ -42,8 +43,9 @@ BY_COMPARISON = {"moe-too-few-experts", "reversed-layer-range", "unequal-slice-l
 
 @cache
 def recipes() -> Draft202012Validator:
-    Draft202012Validator.check_schema(recipe_schema())
-    return Draft202012Validator(recipe_schema())
+    schema = recipe_schema(SEARCH_GRAMMAR)
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
 
 
 def documents(path: Path) -> list[Any]:
@@ -140,8 +142,23 @@ SWEEP: dict[str, Any] = {
     "models": [{"model": "$m"}],
     "parameters": {"t": {"value": "$t"}},
 }
-WHOLE = (TIES, SLICES, MIXTURE, CHANGED, SWEEP)
-VALUES = (None, True, 0, -1, 7.5, "4", "no", "$t", [], {}, [0], {"a": 1}, [{"value": 1}], "1e-5")
+SEARCH: dict[str, Any] = {
+    "search": {
+        "strategy": "tpe",
+        "evaluations": 4,
+        "metrics": {"mean": -1},
+        "stop_early": {"share": 0.5, "keep": 0.5},
+        "texts": {"files": ["configs/quickstart/texts/valid-code.txt"], "length": 32},
+    },
+    "merge_method": {"search": {"choices": ["linear", "task_arithmetic"]}},
+    "base_model": {"search": {"choices": [BASE, FRENCH]}},
+    "models": [{"model": CODE, "parameters": {"weight": [{"search": [0, 1]}, 1]}}],
+    "parameters": {"normalize": {"search": {"choices": [True, False]}}},
+    "seed": {"search": {"low": 1, "high": 9, "step": 2}},
+}
+WHOLE = (TIES, SLICES, MIXTURE, CHANGED, SWEEP, SEARCH)
+MARK = {"search": [0, 1]}
+VALUES = (None, True, 0, -1, 7.5, "4", "no", "$t", [], {}, MARK, {"a": 1}, [{"value": 1}], "1e-5")
 
 
 def paths(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -163,6 +180,8 @@ def changed(document: Any, path: tuple[Any, ...], value: object) -> Any:
 def is_sound(document: Any) -> bool:
     """Whether raymerge would merge it."""
     try:
+        if "search" in document:
+            return not raymerge.plan_search(document).merges[-1].plan.problems
         sweep = draft_sweep_mapping(document)
         outputs = () if sweep is None else sweep.require()
         recipes = [output.recipes[-1] for output in outputs] or [recipe_from_mapping(document)]
@@ -172,7 +191,7 @@ def is_sound(document: Any) -> bool:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("document", WHOLE, ids=["ties", "slices", "mixture", "experts", "sweep"])
+@pytest.mark.parametrize("document", WHOLE, ids=["ties", "slices", "mixture", "experts", "sweep", "search"])
 def test_what_the_schema_refuses_raymerge_refuses(document: dict[str, Any], monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     assert not complaints(document)
@@ -207,6 +226,14 @@ def test_what_the_schema_refuses_raymerge_refuses(document: dict[str, Any], monk
         (CHANGED, ("experts", "drop"), 1),
         (SWEEP, ("sweep", "t"), []),
         (SWEEP, ("sweep",), None),
+        (TIES, ("models", 0, "parameters", "weight"), MARK),
+        (SWEEP, ("search",), SEARCH["search"]),
+        (SEARCH, ("search",), {}),
+        (SEARCH, ("search", "strategy"), "annealing"),
+        (SEARCH, ("search", "command"), "run {model}"),
+        (SEARCH, ("search", "texts", "lenght"), 32),
+        (SEARCH, ("seed",), {"search": [1]}),
+        (SEARCH, ("seed", "search", "choices"), [1, 2]),
     ],
 )
 def test_what_is_wrong_by_form_is_refused(document: Any, path: tuple[Any, ...], value: object) -> None:

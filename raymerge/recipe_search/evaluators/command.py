@@ -26,6 +26,7 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.grammar import NUMBER, TEXT, Grammar, accepts, any_of, map_of
 from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, EvaluationError, EvaluatorKind
 
 _MODEL = "{model}"
@@ -44,6 +45,10 @@ class CommandSettings:
     """Beside that of raymerge."""
 
 
+_ENVIRONMENT: Grammar = {"type": "object", "additionalProperties": TEXT}
+
+
+@accepts(any_of(TEXT, map_of({"run": TEXT, "timeout": NUMBER, "environment": _ENVIRONMENT}, "run")))
 def read_command(value: object, subject: str = _MODEL) -> CommandSettings:
     """``subject``: what the command must contain."""
     form = f"Write it as command: python evaluate.py {subject}."

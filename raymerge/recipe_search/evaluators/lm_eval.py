@@ -24,6 +24,7 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.grammar import TEXT, accepts, declared, list_of, map_of
 from raymerge.errors import OptionError, Problem, first_line
 from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, EvaluationError, EvaluatorKind
 
@@ -54,6 +55,16 @@ class LmEvalSettings:
     model_args: Mapping[str, Any] = field(default_factory=dict)
 
 
+@accepts(
+    map_of(
+        {
+            "tasks": list_of(TEXT),
+            **{key: declared(read) for key, read in _READERS.items()},
+            "model_args": {"type": "object"},
+        },
+        "tasks",
+    )
+)
 def read_lm_eval(value: object) -> LmEvalSettings:
     if not isinstance(value, Mapping):
         raise unexpected(value, "a map", _FORM)

@@ -25,6 +25,7 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.grammar import NUMBER, TEXT, accepts, declared, map_of, one_or_list
 from raymerge.errors import OptionError, Problem
 from raymerge.planner.inputs.sources import Source, open_reference, source_of
 from raymerge.recipe_search.evaluators.command import COMMAND, CommandSettings, read_command, run_command
@@ -41,6 +42,7 @@ from raymerge.stages.texts import USUAL_LENGTH, Window, most_positions
 _URL = "{url}"
 _PLACES = ("url", "transfer", "directory", "timeout", "after")
 _KEYS = ("engine", *_PLACES)
+_TRANSFERS, _AFTER = ("disk", "memory"), ("nothing", "best")
 _FORM = "Write it as server: {url: http://127.0.0.1:8000, engine: vllm, texts: [held-out.txt]}."
 _TIMEOUT = 1800.0
 
@@ -63,6 +65,21 @@ class ServerSettings:
     """Of the measure."""
 
 
+@accepts(
+    map_of(
+        {
+            "url": one_or_list(TEXT),
+            "engine": {"enum": [*ENGINES]},
+            "transfer": {"enum": [*_TRANSFERS]},
+            "directory": TEXT,
+            "timeout": NUMBER,
+            "after": {"enum": [*_AFTER]},
+            **{kind.key: declared(kind.read) for kind in (TEXTS, COMMAND, LM_EVAL)},
+        },
+        "url",
+        "engine",
+    )
+)
 def read_server(value: object) -> ServerSettings:
     if not isinstance(value, Mapping):
         raise unexpected(value, "a map", _FORM)
@@ -73,10 +90,10 @@ def read_server(value: object) -> ServerSettings:
     for key in ("url", "engine"):
         if value.get(key) is None:
             faults.append(Fault((), f"the key '{key}' is missing or empty.", _FORM))
-    transfer = attempt_key(choice_of("disk", "memory"), value, "transfer", faults) or "disk"
+    transfer = attempt_key(choice_of(*_TRANSFERS), value, "transfer", faults) or "disk"
     directory = attempt_key(read_text, value, "directory", faults)
     timeout = attempt_key(read_positive, value, "timeout", faults) or _TIMEOUT
-    after = attempt_key(choice_of("nothing", "best"), value, "after", faults) or "nothing"
+    after = attempt_key(choice_of(*_AFTER), value, "after", faults) or "nothing"
     faults += _transfer_faults(engine, transfer, directory)
     measure = _measure(value, faults)
     settings = attempt(MEASURES[measure].read, value[measure], (measure,), faults) if measure else None

@@ -25,6 +25,7 @@ from raymerge.documents.fields import (
     unexpected,
     unknown_key,
 )
+from raymerge.documents.grammar import TEXT, WHOLE_NUMBER, accepts, any_of, list_of, map_of
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.sources import Source
 from raymerge.recipe_search.evaluators.evaluator import CandidateMerges, EvaluatorKind
@@ -51,11 +52,18 @@ class TextsSettings:
     """Most judged tokens of each file."""
 
 
+_FILES = any_of(list_of(TEXT), {"type": "object", "additionalProperties": TEXT, "minProperties": 1})
+_COUNTS = {"length": {**WHOLE_NUMBER, "minimum": 2}, "tokens": {**WHOLE_NUMBER, "minimum": 1}}
+
+
+@accepts(any_of(_FILES, map_of({"files": _FILES, **_COUNTS}, "files")))
 def read_texts(value: object) -> TextsSettings:
     is_map = isinstance(value, Mapping) and "files" in value
     block = value if isinstance(value, Mapping) and is_map else {"files": value}
     faults = [unknown_key(key, _KEYS) for key in block if key not in _KEYS]
     files = attempt_key(_read_files, block, "files", faults)
+    if block["files"] is None:
+        faults.append(Fault((), "the key 'files' is missing or empty.", _FORM))
     if not is_map:
         faults = [replace(each, path=each.path[1:]) for each in faults]
     length = attempt_key(between(2), block, "length", faults)
