@@ -269,11 +269,11 @@ def evaluate(
         reader = TextReader(source, length=length, num_tokens=tokens)
         files = reader.read([str(path) for path in texts])
         is_made = source.checkpoint.opener is not None
-        budget = (free_memory() // 2 if memory is None else memory) // (1 + is_made)
+        given = free_memory() // 2 if memory is None else memory
         with torch_threads(threads), OwnDirectory(scratch) as spill:
 
             def measure(chosen: torch.device, _: str) -> Evaluation:
-                evaluator = Evaluator(files, budget=budget, spill=spill, device=chosen)
+                evaluator = Evaluator(files, memory=given, spill=spill, device=chosen, num_shares=1 + is_made)
                 losses = evaluator.losses(source, on_layer=on_layer)
                 return Evaluation(source.name, reader.length, chosen.type, losses)
 

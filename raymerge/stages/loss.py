@@ -75,12 +75,20 @@ class Evaluator:
     """Measures models on the same texts."""
 
     def __init__(
-        self, texts: Sequence[Text], *, budget: int, spill: Path, device: torch.device | None = None
+        self,
+        texts: Sequence[Text],
+        *,
+        memory: int,
+        spill: Path,
+        device: torch.device | None = None,
+        num_shares: int = 1,
     ) -> None:
-        """``texts``: tokens of every model that is measured, so of one tokenizer. ``budget``: bytes of
-        memory. ``spill``: directory for hidden states that do not fit; nobody else's."""
+        """``texts``: tokens of every model that is measured, so of one tokenizer. ``memory``: bytes, of which
+        one of ``num_shares`` equal shares is for this. ``spill``: directory for hidden states that do not
+        fit; nobody else's."""
         self._texts = texts
-        self._budget = budget
+        self._num_shares = num_shares
+        self._budget = memory // num_shares
         self._spill = spill
         self._device = device or torch.device("cpu")
 
@@ -140,7 +148,8 @@ class Evaluator:
         least = stream.least_budget(Shape(1, longest))
         what = f"{format_size(self._budget)} are too little for a layer of {source.name} and a window of "
         what += f"{longest} tokens."
-        remedy = f"The smallest that works is {least} bytes; shorter windows (--length) need less."
+        whole = least * self._num_shares
+        remedy = f"The smallest that works is {whole} bytes; shorter windows (--length) need less."
         return Problem("--memory", what, remedy)
 
 

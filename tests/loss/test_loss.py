@@ -52,7 +52,7 @@ def windows(*lengths: int, high: int = 60, seed: int = 5) -> tuple[Window, ...]:
 
 
 def evaluated(base: Source, texts: Sequence[Text], spill: Path, *, budget: int = BIG) -> list[float]:
-    found = Evaluator(texts, budget=budget, spill=spill).losses(base)
+    found = Evaluator(texts, memory=budget, spill=spill).losses(base)
     assert [each.num_tokens for each in found] == [text.num_judged for text in texts]
     return [each.loss for each in found]
 
@@ -128,6 +128,8 @@ def test_little_memory_changes_nothing_but_rounding(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.bin"))
     with pytest.raises(OptionError, match=f"The smallest that works is {least} bytes"):
         evaluated(base, texts, tmp_path, budget=least - 1)
+    with pytest.raises(OptionError, match=f"The smallest that works is {3 * least} bytes"):
+        Evaluator(texts, memory=3 * least - 1, spill=tmp_path, num_shares=3).losses(base)
 
 
 def _decoded(made: quantised_models.QuantisedModel, root: Path, *, turned: bool) -> Path:
@@ -458,10 +460,10 @@ torch.set_num_threads(1)
 small, large, spill = sys.argv[1:]
 windows = tuple(Window(np.full(100, 3 + n), np.arange(100) > 0) for n in range(16))
 # What is imported on the way is not what is measured.
-Evaluator([Text("t", windows[:1])], budget=1 << 40, spill=spill).losses(open_base(small))
+Evaluator([Text("t", windows[:1])], memory=1 << 40, spill=spill).losses(open_base(small))
 base = open_base(large)
 least = LayerStream(base, EVALUATION).least_budget(Shape(1, 100))
-evaluator = Evaluator([Text("t", windows)], budget=least, spill=spill)
+evaluator = Evaluator([Text("t", windows)], memory=least, spill=spill)
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 evaluator.losses(base)

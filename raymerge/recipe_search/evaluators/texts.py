@@ -39,6 +39,8 @@ from raymerge.stages.texts import Text, TextReader
 _MEAN = "mean"
 """The metric that is the mean over the files."""
 _KEYS = ("files", "length", "tokens")
+_NUM_SHARES = 3
+# Of the memory: what makes a candidate, what stays of it for the next, and what runs it.
 _FORM = "Write it as texts: [held-out.txt, chats.jsonl]."
 
 
@@ -117,20 +119,22 @@ class TextsEvaluator:
         # Whoever reads settings, such as a driver, does without torch.
         from raymerge.execute.op_cache import OpCache
 
-        # What makes a candidate, what stays of it for the next, and what runs it have a third each.
-        self._budget = (merges.options.memory or free_memory() // 2) // 3
-        self._cache = OpCache(self._budget)
+        self._memory = merges.options.memory or free_memory() // 2
+        self._cache = OpCache(self._memory // _NUM_SHARES)
         self._files = TextFiles(settings)
         self._device = Fallback(choose_device(merges.options.device))
 
     def evaluate(self, text: str, share: float) -> Mapping[str, float]:
-        options = replace(self._merges.options, inline=True, workers=None, address=None, memory=self._budget)
+        share = self._memory // _NUM_SHARES
+        options = replace(self._merges.options, inline=True, workers=None, address=None, memory=share)
         merges = self._merges.plan(parse_recipes(text), self._scratch / "candidate")
         with open_merge(merges, options, cache=self._cache) as source:
             texts = [_first(each, share) for each in self._files.read(source, self._settings.length)]
 
             def measure(device: torch.device, _: str) -> Sequence[TextLoss]:
-                own = LossEvaluator(texts, budget=self._budget, spill=self._scratch, device=device)
+                own = LossEvaluator(
+                    texts, memory=self._memory, spill=self._scratch, device=device, num_shares=_NUM_SHARES
+                )
                 return own.losses(source)
 
             with torch_threads(self._merges.options.threads):
