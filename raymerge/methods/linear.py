@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from raymerge.deferred import torch
 from raymerge.methods import combine
@@ -63,3 +64,12 @@ LINEAR = Method(
     check=_check,
     identity=_identity,
 )
+
+MEAN = replace(
+    LINEAR,
+    parameters=(
+        Parameter("weight", "float", "source", "share of the source", 1.0),
+        Parameter.switch(_NORMALIZE, "divide by the sum of the weights", default=True),
+    ),
+)
+"""In place of a method, for a tensor that it has nothing to go by for."""

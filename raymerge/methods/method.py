@@ -152,6 +152,9 @@ class Method:
     positional: bool = False
     decomposes: bool = False
     """Whether it decomposes matrices: the time of an element grows with its matrix."""
+    statistics: Literal["fisher"] | None = None
+    """What a calibration collects for it: of each source one more input of the same shape, behind all
+    sources. A tensor without them is a mean by ``weight``."""
     bound_to_shape: bool = False
     """Whether settings depend on the tensor's shape."""
     sampler: Callable[[Any, Tile, Settings], None] | None = None

@@ -10,6 +10,7 @@ from raymerge.methods.breadcrumbs import BREADCRUMBS, BREADCRUMBS_TIES
 from raymerge.methods.consensus_ta import CONSENSUS_TA
 from raymerge.methods.dare import DARE_LINEAR, DARE_TIES
 from raymerge.methods.della import DELLA, DELLA_LINEAR
+from raymerge.methods.fisher import FISHER
 from raymerge.methods.geometric_median import GEOMETRIC_MEDIAN
 from raymerge.methods.internal import LARGEST, RENUMBER
 from raymerge.methods.karcher import KARCHER
@@ -34,6 +35,7 @@ _METHODS: Mapping[str, Method] = MappingProxyType(
         method.name: method
         for method in (
             LINEAR,
+            FISHER,
             PASSTHROUGH,
             SLERP,
             NUSLERP,

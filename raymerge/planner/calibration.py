@@ -4,7 +4,8 @@ and shapes of what comes out.
 By kind the result has, by canonical names:
 
 - ``experts``: for the experts of each layer, by their path, what ``EXPERT_FIGURES`` says, ``[E]`` each; and
-  ``.lost`` int64 ``[E + 1]``, the tokens whose experts all are among the n that are dropped first."""
+  ``.lost`` int64 ``[E + 1]``, the tokens whose experts all are among the n that are dropped first.
+- ``fisher``: the information about each tensor of the text model, by its name and of its shape, float32."""
 
 from __future__ import annotations
 
@@ -17,9 +18,12 @@ from typing import Any
 import xxhash
 
 from raymerge.architectures.expert_fields import expert_fields
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import TensorSpec, lay_out
+from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Findings, PlanError, Problem
+from raymerge.planner.inputs.quantised import in_numbers
 from raymerge.planner.inputs.sources import (
     RESULT_FILE,
     STAGE_RECORD,
@@ -33,7 +37,11 @@ from raymerge.planner.inputs.sources import (
 )
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
+from raymerge.planner.parameter_check import check_recipe
 from raymerge.recipes.calibration import Calibrate
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.order import references
+from raymerge.recipes.schema import Recipe
 from raymerge.storage.local.store import LocalStore
 
 EXPERT_FIGURES: Mapping[str, DType] = {
@@ -74,6 +82,50 @@ def calibration_stage(
         tensors=_tensors(kind, model),
         version=version,
     )
+
+
+def method_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> tuple[Stage, ...]:
+    """The stages that collect what the methods of a recipe go by, of each of its models.
+
+    Raises PlanError: they cannot be made, with every problem."""
+    checked = check_recipe(recipe)
+    kinds = dict.fromkeys(method.statistics for method in (checked.own, *checked.ruled))
+    stages: list[Stage] = []
+    problems: list[Problem] = []
+    for kind in filter(None, kinds):
+        for model, path in _merged(recipe, sources):
+            try:
+                stages.append(_stage_of(kind, model, path, recipe, version))
+            except PlanError as error:
+                problems += error.problems
+    if stages and recipe.align:
+        what = "the experts of a model are brought into another order, and its statistics have its own."
+        problems.append(
+            Problem(recipe.where("align"), what, "Align the models first, in a merge of its own.")
+        )
+    if problems:
+        raise PlanError(problems)
+    return tuple(stages)
+
+
+def _merged(recipe: Recipe, sources: Sequence[Source]) -> Iterator[tuple[Source, FieldPath]]:
+    places: dict[ModelReference, FieldPath] = {}
+    for path, reference in references(recipe):
+        if path[0] in ("models", "slices", "modules"):
+            places.setdefault(reference, path[:-1])
+    yield from ((source, places[source.reference]) for source in sources if source.reference in places)
+
+
+def _stage_of(kind: StatisticsKind, model: Source, path: FieldPath, recipe: Recipe, version: str) -> Stage:
+    entry = recipe.models[int(path[1])] if path[0] == "models" else None
+    place = recipe.where(*path)
+    if entry is not None and entry.statistics is not None:
+        return given_statistics(kind, model, entry.statistics, place=place)
+    calibrate, texts = recipe.calibrate or Calibrate(), () if entry is None else entry.texts
+    if calibrate.model != "source":
+        what = f"statistics for {kind} are those of each source, and those of what is merged are asked for."
+        raise PlanError(Problem(recipe.where("calibrate", "model"), what, "Remove the line."))
+    return calibration_stage(kind, model, calibrate, place=place, version=version, texts=texts)
 
 
 def given_statistics(kind: StatisticsKind, model: Source, directory: str, *, place: str) -> Stage:
@@ -180,7 +232,25 @@ def _of_experts(model: Source) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{block.canonical}.experts.lost", DType.I64, (count + 1,))
 
 
-_TENSORS: Mapping[StatisticsKind, Callable[[Source], Iterator[TensorSpec]]] = {"experts": _of_experts}
+_ASIDE = frozenset({Role.MTP, Role.VISION})
+_WITHOUT_GRADIENT = frozenset({Role.BUFFER, Role.ROUTER_BIAS})
+
+
+def fisher_tensors(model: Source) -> Iterator[TensorSpec]:
+    """Of what a text goes through: no vision tower, no layers that predict further tokens, no buffers."""
+    model = in_numbers(model)
+    logical, packed = LogicalTensors(model), model.checkpoint.packed
+    for name, info in logical.infos.items():
+        is_number = name in packed or model.checkpoint.tensors[name].dtype.is_mergeable
+        if is_number and info.role not in _ASIDE and info.part not in _WITHOUT_GRADIENT:
+            for member, place in (logical.members(name) or {}).items():
+                yield TensorSpec(member, DType.F32, place.shape)
+
+
+_TENSORS: Mapping[StatisticsKind, Callable[[Source], Iterator[TensorSpec]]] = {
+    "experts": _of_experts,
+    "fisher": fisher_tensors,
+}
 
 
 def _tensors(kind: StatisticsKind, model: Source) -> tuple[TensorSpec, ...]:

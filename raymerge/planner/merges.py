@@ -24,6 +24,7 @@ from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
 from raymerge.merge_plan.plan import Plan, make_plan, planned_layout
+from raymerge.planner.calibration import method_stages
 from raymerge.planner.inputs.sources import (
     Opened,
     OpenedModels,
@@ -74,6 +75,8 @@ def stages_of(
         stages = align_stages(recipe, sources, version=version)
     elif isinstance(recipe, Recipe) and approximation_of(recipe) is not None:
         stages = transplant_stages(recipe, sources, version=version)
+    if isinstance(recipe, Recipe):
+        stages = (*stages, *method_stages(recipe, sources, version=version))
     if not made_by:
         return tuple(stages)
     salted = ["/".join((stage.digest, *made_by)).encode() for stage in stages]

@@ -24,6 +24,7 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from raymerge.architectures.expert_fields import expert_fields
 from raymerge.architectures.roles import describe, fused_layout, logical_name, logical_names
 from raymerge.architectures.rules import Role, class_names
 from raymerge.checkpoints.views import View, fused_views
@@ -429,13 +430,19 @@ def _path_of(module: torch.nn.Module, model: torch.nn.Module) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class Head:
     model: Any
     """All of the model: what it does to logits is its own."""
     linear: torch.nn.Linear
     matrix: str
     """Logical name of the weight."""
     bias: Parameter | None
+
+    def rows_of(self, rows: range) -> tuple[Parameter, ...]:
+        """Weight and bias of some rows, by their names in ``linear``."""
+        weight = Parameter("weight", (len(rows), self.linear.in_features), ((self.matrix, None),), False)
+        bias = self.bias
+        return (weight,) if bias is None else (weight, replace(bias, shape=(len(rows),)))
 
     def fill(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -523,7 +530,7 @@ class StreamedModel:
     def _find(self, finder: ParameterFinder, path: str) -> None:
         """Find in the checkpoint what the decoder at ``path`` has; names are those within their module."""
         inner = next(name for name, module in self._decoder.named_modules() if module is self._embedding)
-        self._embedding_name = finder.matrix(f"{path}{inner}.weight")
+        self.embedding_name = finder.matrix(f"{path}{inner}.weight")
         self._inside = tuple(
             finder.find(f"{path}{self._word}.{number}.", layer.state_dict())
             for number, layer in enumerate(self._layers)
@@ -536,7 +543,7 @@ class StreamedModel:
         }
         self._outside = finder.find(path, outside)
 
-    def _find_head(self, finder: ParameterFinder, model: Any) -> _Head:
+    def _find_head(self, finder: ParameterFinder, model: Any) -> Head:
         linear = model.get_output_embeddings()
         if not isinstance(linear, torch.nn.Linear):
             raise PlanError(self._refused("its head is no matrix with a row for each token"))
@@ -546,10 +553,10 @@ class StreamedModel:
         stored = logical_name(pair.head, self._base.rules) if pair is not None else ""
         instead = stored if stored in self._weights.names() else ""
         if linear.weight is self._embedding.weight:
-            instead = instead or self._embedding_name
+            instead = instead or self.embedding_name
         matrix = finder.matrix(f"{path}weight", instead)
         bias = () if linear.bias is None else finder.find(path, {"bias": linear.bias})
-        return _Head(model, linear, matrix, bias[0] if bias else None)
+        return Head(model, linear, matrix, bias[0] if bias else None)
 
     def _unreadable(self, absent: Sequence[str], architecture: str) -> Iterator[Problem]:
         """All reasons why the checkpoint cannot be read layer by layer."""
@@ -592,8 +599,27 @@ class StreamedModel:
         return int(self._calls[0].hidden.shape[-1])
 
     @property
+    def outside(self) -> tuple[Parameter, ...]:
+        """What is neither in a layer, nor the embedding or the head."""
+        return self._outside
+
+    def outside_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """Those of ``outside`` that are in memory and can be trained, by name."""
+        names = {each.name for each in self._outside}
+        return {name: each for name, each in self._decoder.named_parameters() if name in names}
+
+    @property
     def outside_bytes(self) -> int:
         return sum(each.nbytes for each in self._outside)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the embedding."""
+        return self._weights.shape(self.embedding_name)[0]
+
+    @property
+    def embedding_width(self) -> int:
+        return self._weights.shape(self.embedding_name)[1]
 
     def least_bytes(self, shape: Shape) -> int:
         """Bytes of memory for one batch of a shape, without its kept states."""
@@ -601,7 +627,7 @@ class StreamedModel:
         every = [*self._outside, *(each for layer in self._inside for each in layer)]
         loading = max(each.loading_nbytes for each in every)
         layer = inside + loading + self.call_bytes(shape) + self._temporaries(every, shape)
-        head = 0 if self._head is None else self.head_bytes(shape, min(_FEWEST_ROWS, self.num_rows))
+        head = 0 if self._head is None else self.head_bytes(shape, self.fewest_rows)
         return self.outside_bytes + max(layer, head)
 
     def _kept_bytes(self, parameter: Parameter) -> int:
@@ -614,6 +640,19 @@ class StreamedModel:
     def left_bytes(self) -> int:
         """Bytes of memory, beyond the least, of layers with all of their experts."""
         return max(sum(each.nbytes - self._kept_bytes(each) for each in layer) for layer in self._inside)
+
+    def backward_bytes(self, shape: Shape, num_windows: int) -> int:
+        """Bytes of memory beside ``least_bytes`` for the way back: of a layer the gradient, the graph of one
+        window of batches of a shape, and sums in float64; of the head a graph for a batch."""
+        inside = max(sum(each.nbytes for each in layer) for layer in self._inside)
+        every = [*self._outside, *(each for layer in self._inside for each in layer)]
+        experts = expert_fields(self._base.checkpoint.config, self._base.rules)
+        per_token = experts.chosen.value if experts is not None and experts.chosen is not None else 1
+        graph = self._temporaries(every, Shape(1, shape.length)) * (1 + per_token)
+        # A gradient of each window is held until all rows of the head have added to it.
+        vectors = num_windows * sum(each.nbytes for each in self._outside if len(each.shape) < 2)
+        head = self.head_bytes(shape, 2 * self.fewest_rows)
+        return max(3 * inside + graph, head + vectors) + 3 * self.outside_bytes
 
     def call_bytes(self, shape: Shape) -> int:
         """Most bytes of the masks and positions in the layer calls for a batch of a shape."""
@@ -634,12 +673,25 @@ class StreamedModel:
     def embed(self, tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
         """The input of the first layer, float32 ``[B, T, hidden]``, for tokens ``[B, T]`` on the CPU, and the
         bytes read for it."""
-        name = self._embedding_name
+        name = self.embedding_name
         used, height = torch.unique(tokens), self._weights.shape(name)[0]
         at_once = max(1, _READ_NBYTES * height // self._weights.nbytes(name))
         rows = self._weights.read_rows(name, used.tolist(), at_once=at_once).to(device)
         nbytes = self._weights.nbytes(name) * len(used) // height
         return self._run(tokens.to(device), used.to(device), rows)[0].hidden, nbytes
+
+    def embed_graph(self, tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of the first layer with a graph, and the leaf of that: the rows of the embedding of all
+        tokens, in rising order."""
+        used = torch.unique(tokens)
+        rows = self._weights.read_rows(self.embedding_name, used.tolist()).to(device)
+        with self._embedded(used.to(device), rows), torch.enable_grad():
+            leaf = self._embedding.weight.requires_grad_()
+            given = tokens.to(device)
+            calls = recorded(
+                lambda: self._decoder(input_ids=given, use_cache=False), self._layers, as_tuple=self._as_tuple
+            )
+        return calls[0].hidden, leaf
 
     def calls(self, shape: Shape, device: torch.device) -> tuple[Call, ...]:
         zeros = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -684,11 +736,16 @@ class StreamedModel:
     @property
     def num_rows(self) -> int:
         """Tokens that the head tells apart."""
-        return self._weights.shape(self._need_head().matrix)[0]
+        return self._weights.shape(self.head.matrix)[0]
+
+    @property
+    def fewest_rows(self) -> int:
+        """Rows of the head that are always in memory at once."""
+        return min(_FEWEST_ROWS, self.num_rows)
 
     def head_bytes(self, shape: Shape, rows: int) -> int:
         """Bytes of memory for some rows of the head and their logits of one batch."""
-        head = self._need_head()
+        head = self.head
         height, width = self._weights.shape(head.matrix)
         # The rows and, while they are read, what is stored; all of a matrix that is not read by rows.
         loading = rows if self._weights.reads_rows(head.matrix) else 4 * height
@@ -701,13 +758,12 @@ class StreamedModel:
         caches."""
         one = self.head_bytes(shape, 1) - self.head_bytes(shape, 0)
         fitting = (room - self.head_bytes(shape, 0)) // one
-        fewest = min(_FEWEST_ROWS, self.num_rows)
-        return max(fewest, min(self.num_rows, fitting, _MOST_LOGITS // shape.num_tokens))
+        return max(self.fewest_rows, min(self.num_rows, fitting, _MOST_LOGITS // shape.num_tokens))
 
     @contextmanager
     def head_rows(self, rows: range, device: torch.device) -> Iterator[int]:
         """Have some rows of the head in memory; gives the bytes read for them."""
-        head, matrix = self._need_head(), self._need_head().matrix
+        head, matrix = self.head, self.head.matrix
         if len(rows) == self.num_rows:
             weight = self._weights.load(matrix, device=device)
         else:
@@ -722,15 +778,22 @@ class StreamedModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of the rows of the head that are in memory, for the last layer's output ``[B, T, hidden]``: float32
-        ``[B, T, rows]``."""
+        ``[B, T, rows]``. With a graph, of which the head is a leaf, where ``hidden`` requires a gradient."""
+        for leaf in self.head.linear.parameters():
+            leaf.requires_grad_(hidden.requires_grad)
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         rows = torch.zeros(1, self._embedding.embedding_dim, device=hidden.device)
         answer = (hidden,) if self._as_tuple else hidden
-        with self._embedded(tokens[0, :1], rows), answering(self._layers, lambda *_, **__: answer):
-            output: torch.Tensor = self._need_head().model(input_ids=tokens, use_cache=False).logits
+        with (
+            self._embedded(tokens[0, :1], rows),
+            answering(self._layers, lambda *_, **__: answer),
+            torch.set_grad_enabled(hidden.requires_grad),
+        ):
+            output: torch.Tensor = self.head.model(input_ids=tokens, use_cache=False).logits
         return output.float()
 
-    def _need_head(self) -> _Head:
+    @property
+    def head(self) -> Head:
         assert self._head is not None
         return self._head
 
@@ -791,7 +854,7 @@ class StreamedModel:
         self._as_tuple = True
         return trial()
 
-    def _try_head(self, head: _Head, width: int, numbers: torch.Generator) -> None:
+    def _try_head(self, head: Head, width: int, numbers: torch.Generator) -> None:
         """Whether logits of some rows of the head are those of all of them."""
         hidden = torch.randn(1, _TRIAL, width, generator=numbers)
         weight = torch.randn(_TRIAL, head.linear.in_features, generator=numbers)
@@ -980,6 +1043,11 @@ class LayerStream:
         """Fewest bytes of memory for batches of up to this shape; raises PlanError as ``check``."""
         with self._model() as model:
             return model.least_bytes(shape)
+
+    def backward_bytes(self, shape: Shape, num_windows: int) -> int:
+        """As of the model; raises PlanError as ``check``."""
+        with self._model() as model:
+            return model.backward_bytes(shape, num_windows)
 
     def read(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 
 from kits.checkpoint_maker import fields, tiny_llama
 from kits.method_kit import default_case, method_named
+from kits.statistics_maker import given_fisher
 
 from raymerge.api import plan, submit
 from raymerge.events import Event
@@ -95,6 +96,9 @@ def default_recipe(family: Family, method: Method) -> dict[str, Any]:
         "models": [{"model": str(tune), "parameters": dict(own)} for tune, own in pairs],
         "parameters": dict(case.values),
     }
+    if method.statistics == "fisher":
+        for entry in recipe["models"]:
+            entry["statistics"] = str(given_fisher(Path(entry["model"])))
     return recipe if method.base is BaseUse.UNUSED else {**recipe, "base_model": str(family.base)}
 
 

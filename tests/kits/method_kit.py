@@ -226,6 +226,11 @@ class MethodKit:
     def method(self) -> Method:
         return method_named(self.name)
 
+    def inputs(
+        self, count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return random_inputs(count, shape, dtype)
+
     def runs(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[Case, Settings, torch.Tensor, list[torch.Tensor]]]:
@@ -233,7 +238,7 @@ class MethodKit:
             yield (
                 case,
                 make_settings(self.method(), case, shape),
-                *random_inputs(len(case.sources), shape, dtype),
+                *self.inputs(len(case.sources), shape, dtype),
             )
 
     def test_declaration_holds_together(self) -> None:
@@ -292,7 +297,7 @@ class MethodKit:
             settings = make_settings(self.method(), case, LARGE)
             if self.method().access_with(settings) is not Access.TENSOR:
                 settings = replace(settings, shape=LARGE_ROWS)
-            yield settings, *random_inputs(len(case.sources), settings.shape)
+            yield settings, *self.inputs(len(case.sources), settings.shape)
 
     def test_threads_do_not_change_a_bit(self) -> None:
         for settings, base, sources in self.large_runs():

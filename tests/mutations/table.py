@@ -24,6 +24,7 @@ TRANSPLANT = "transplant/test_transplant.py"
 STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
 JOINT = "execute/test_execute_joint.py"
 LOSS = "loss/test_loss.py"
+FISHER = "calibration/test_calibration_fisher.py"
 SEARCH = "recipe_search/test_search_job.py recipe_search/test_search_strategies.py"
 SWEEP = "runtime/test_runtime_sweep.py"
 REMOTE_SWEEP = "runtime/test_runtime_sweep_remote.py"
@@ -869,4 +870,25 @@ MUTATIONS = (
     Mutation("publish/hub_push.py", 'startswith((f"{RECORD_DIRECTORY}/", "."))', 'startswith(".")', PUSH),
     Mutation("publish/hub_push.py", "verify_structure(root).require()", "verify_structure(root)", PUSH),
     Mutation("publish/hub_push.py", "elif plan not in (None, planned):", "elif False:", PUSH),
+    # Fisher information
+    Mutation("stages/calibration/backward.py", "if is_tied and weight is not None:", "if False:", FISHER),
+    Mutation(
+        "stages/calibration/backward.py",
+        "sums.add_(gradient.square_())",
+        "sums.add_(gradient.abs_())",
+        FISHER,
+    ),
+    Mutation(
+        "planner/outputs/ops.py",
+        "not method.random and method.statistics is None",
+        "not method.random",
+        FISHER,
+    ),
+    Mutation("planner/inputs/sources.py", "if stage.made_at:", "if False:", FISHER),
+    Mutation(
+        "methods/fisher.py",
+        "torch.sub(total, total, out=share)",
+        "share.zero_()",
+        "methods/test_methods_fisher.py",
+    ),
 )

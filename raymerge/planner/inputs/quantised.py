@@ -24,7 +24,7 @@ from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, QuantisedWeights, without_codes
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight
 from raymerge.checkpoints.quantisation.formats import formats, packed_tensors, read_declared
-from raymerge.checkpoints.source import Checkpoint
+from raymerge.checkpoints.source import Checkpoint, as_numbers
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
 from raymerge.planner.inputs.sources import Source
@@ -58,6 +58,16 @@ def quantised_tensors(checkpoint: Checkpoint) -> QuantisedWeights:
     if tables and not (weights.tensors or unknown) and _has_codes(method):
         faults = (*faults, without_codes(checkpoint.name, method, checkpoint.tensors.values()))
     return replace(weights, unknown=unknown, faults=faults)
+
+
+def in_numbers(source: Source) -> Source:
+    """The source with every tensor of codes as one of numbers, unless they contradict each other."""
+    if source.checkpoint.packs is not None:
+        return source
+    weights = quantised_tensors(source.checkpoint)
+    if weights.faults or not weights.members:
+        return source
+    return replace(source, checkpoint=as_numbers(source.checkpoint, weights))
 
 
 def _has_codes(method: str) -> bool:

@@ -357,8 +357,10 @@ def make_stage(
 def prepared_of(stage: Stage, root: Path) -> Prepared:
     layout = stage.layout
     tensors = {each.name: each for each in sorted(layout.stored(RESULT_FILE))}
-    files = (planned_file(RESULT_FILE, layout.nbytes, layout.header),)
-    return Prepared(stage.title, str(root / stage.directory), tensors, files, stage=stage)
+    file = planned_file(RESULT_FILE, layout.nbytes, layout.header)
+    if stage.made_at:
+        file = replace(file, version=stage.digest)
+    return Prepared(stage.title, str(root / stage.directory), tensors, (file,), stage=stage)
 
 
 def fingerprint(holding: Holding) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from itertools import groupby
 
 from raymerge.checkpoints.quantisation.block_codec import Encoded, load_scales
 from raymerge.checkpoints.quantisation.formats import codec_of
-from raymerge.checkpoints.source import as_numbers
 from raymerge.deferred import torch
 from raymerge.errors import CheckpointError, Problem
 from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Product, Read, Scales
-from raymerge.planner.inputs.quantised import quantised_tensors
+from raymerge.planner.inputs.quantised import in_numbers
 from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.logical import LogicalTensors
@@ -29,7 +28,7 @@ class Weights:
     run of bytes, read in sequence, are read once."""
 
     def __init__(self, source: Source, *, keeps_run: bool = False) -> None:
-        alone = replace(_in_numbers(source), index=0, prepared=())
+        alone = replace(in_numbers(source), index=0, prepared=())
         self._logical = LogicalTensors(alone)
         self._resolver = InputResolver([alone], [self._logical])
         self._source = alone
@@ -166,13 +165,3 @@ class Weights:
 
     def _factor(self, read: Read) -> torch.Tensor:
         return self._elements(read, (read.nbytes // read.dtype.nbytes(1),)).float()
-
-
-def _in_numbers(source: Source) -> Source:
-    """The source with every tensor of codes as one of numbers, unless they contradict each other."""
-    if source.checkpoint.packs is not None:
-        return source
-    weights = quantised_tensors(source.checkpoint)
-    if weights.faults or not weights.members:
-        return source
-    return replace(source, checkpoint=as_numbers(source.checkpoint, weights))

@@ -24,6 +24,7 @@ from raymerge.planner.inputs.sources import (
     EMBEDDING_ROWS,
     HEAD_ROWS,
     AlignSpec,
+    CalibrationSpec,
     Prepared,
     RepairSpec,
     Source,
@@ -442,6 +443,11 @@ class InputResolver:
             for store, (index, each) in enumerate(results, start=len(sources) + len(adapters))
             if isinstance(each.stage.spec, TransplantSpec)
         }
+        self._statistics: Mapping[tuple[int, str], tuple[int, Mapping[str, StoredTensor]]] = {
+            (index, each.stage.spec.kind): (store, each.tensors)
+            for store, (index, each) in enumerate(results, start=len(sources) + len(adapters))
+            if isinstance(each.stage.spec, CalibrationSpec)
+        }
         self.changed = frozenset([*self.adapters, *self.aligned])
 
     @property
@@ -520,6 +526,16 @@ class InputResolver:
             return ResolvedInput(source, place, factor, adapter)
         instead = whole_place(replaced)._replace(half_split_heads=place.half_split_heads)
         return ResolvedInput(laid.store, instead, factor, adapter)
+
+    def statistics(self, kind: str, source: int, name: str, logical: str) -> ResolvedInput | None:
+        """What a calibration of a source has of a logical tensor, as ``find`` is asked for it."""
+        store, tensors = self._statistics.get((source, kind), (-1, {}))
+        placed = self._place(source, name, logical) if tensors else None
+        tensor = None if placed is None else tensors.get(placed[0])
+        if placed is None or tensor is None:
+            return None
+        # Rows are in the order of the weights that they are about.
+        return ResolvedInput(store, whole_place(tensor)._replace(half_split_heads=placed[1].half_split_heads))
 
     def plain_read(self, source: int, tensor: StoredTensor) -> Read:
         """The read of all of a tensor that is stored alone, and neither changed nor replaced."""

@@ -248,7 +248,9 @@ class Binder:
             for member, subject, source in zip(own.members, members, sources, strict=True):
                 chain = [ruled, member.parameters.get(name), *outer]
                 source[name] = self._value(parameter, chain, subject, t, place=member.path)
-        return Settings(values=values, sources=tuple(sources))
+        # One for each input: statistics come behind all sources.
+        statistics = [{}] * len(sources) if self._method.statistics else list[dict[str, Value]]()
+        return Settings(values=values, sources=(*sources, *statistics))
 
     def _value(
         self,

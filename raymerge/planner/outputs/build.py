@@ -487,6 +487,7 @@ class PlanContext:
             *self.tokenizer.notes,
             *self.builder.scales.notes(outputs),
             *self.builder.routing_tables.notes(),
+            *self.builder.notes(),
             *adapter_notes(self.resolver, self.builder.dispositions),
         )
 

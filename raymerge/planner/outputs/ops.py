@@ -6,7 +6,7 @@ that were kept in float32 on purpose stay so."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -546,9 +546,28 @@ class OpMaker:
                 self.settle(resolved, member.source, disposition)
                 reads.append(resolved.read(len(parts), half_split_heads=place.half_split_heads))
             is_same = not chosen.aligned.alias and chosen.aligned.output == chosen.aligned.lead
+            for member, each in self.statistics(chosen, logical):
+                if each is not None:
+                    self.settle(each, member.source, disposition)
+                    reads.append(each.read(len(parts), half_split_heads=place.half_split_heads))
             own = logical if is_same else output_logical(chosen.aligned, logical)
             parts.append(Part(own, place.shape, place.view))
         return (tuple(parts), tuple(reads)) if is_complete else None
+
+    def statistics(self, chosen: BoundOutput, logical: str) -> Iterator[tuple[Member, ResolvedInput | None]]:
+        """What the method's calibrations have of a logical tensor of the lead's, for each member."""
+        kind = chosen.assignment.method.statistics
+        for member, name in chosen.members if kind else ():
+            is_same = name == chosen.aligned.lead
+            called = logical if is_same else moved(chosen.aligned, logical, name)
+            yield member, self._resolver.statistics(str(kind), member.source, name, called)
+
+    def have_statistics(self, chosen: BoundOutput) -> bool:
+        """Whether calibrations of all members have every logical tensor of an output."""
+        blocks = self._logical[chosen.aligned.span.lead.source].blocks(chosen.aligned.lead)
+        members = [logical for block in blocks or () for logical, _ in block.members]
+        found = (each for logical in members for _, each in self.statistics(chosen, logical))
+        return bool(members) and all(each is not None for each in found)
 
     def _found(self, chosen: BoundOutput, member: Member, logical: str, name: str) -> ResolvedInput | None:
         lead = self._logical[chosen.aligned.span.lead.source]
@@ -661,7 +680,8 @@ class OpMaker:
 
 def _is_by_element(chosen: BoundOutput, settings: Settings) -> bool:
     method = chosen.assignment.method
-    return not method.random and method.access_with(settings) is Access.ELEMENT
+    # Statistics are stored matrix by matrix.
+    return not method.random and method.statistics is None and method.access_with(settings) is Access.ELEMENT
 
 
 def _runs_on(quant_spec: QuantSpec | None) -> bool:

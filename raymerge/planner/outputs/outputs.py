@@ -16,6 +16,7 @@ from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
 from raymerge.merge_plan.expressions import Op, Output, Part, QuantisedOutput, constant_expression
 from raymerge.methods import Settings
+from raymerge.methods.linear import MEAN
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import holdings
 from raymerge.planner.matching.align import (
@@ -123,7 +124,8 @@ class OutputBuilder:
         self._tensors = [source.checkpoint.tensors for source in resolver.sources]
         self._packed = [source.checkpoint.packed for source in resolver.sources]
         self._alike: dict[tuple[object, ...] | None, tuple[Output, Sequence[tuple[int, Disposition]]]] = {}
-        self._binders: dict[tuple[FieldPath, int], Binder] = {}
+        self._binders: dict[tuple[FieldPath, int, str], Binder] = {}
+        self._uninformed: dict[str, list[str]] = {}
         # The latest settings that their method has no objection to: mostly those of the next tensor too.
         self._sound: Settings | None = None
         self.embeddings = Embeddings(recipe, resolver, self._ops, findings, vocabulary=vocabulary)
@@ -164,7 +166,10 @@ class OutputBuilder:
         """Whether all of its kind are made by one op, as it is; not where a finding counts those like it."""
         is_read_alone = all(read.gather is None for op in made.ops for read in op.reads)
         is_computed = not any(op.expression.is_copy for op in made.ops)
-        return len(made.ops) == 1 and is_read_alone and is_computed and self.findings.is_empty
+        # What a stage made of it is not told by its name alone.
+        is_of_sources = all(read.source < len(self._sources) for op in made.ops for read in op.reads)
+        are_simple = is_read_alone and is_computed and is_of_sources
+        return len(made.ops) == 1 and are_simple and self.findings.is_empty
 
     def _uses(self, aligned: Aligned) -> list[tuple[int, Disposition]]:
         """What was settled of the tensors of an output, by the sources that have them."""
@@ -299,12 +304,30 @@ class OutputBuilder:
         key = self.selectors.matching(subject)
         if key not in outcomes:
             assignment = self._assignments.of(aligned.span, subject)
-            chosen = None if assignment is None else choose(aligned, assignment)
+            chosen = None if assignment is None else self._informed(choose(aligned, assignment))
             group = None if chosen is None else _Group(chosen, subject)
             if group is not None and bind:
                 group.settings = self._settings(group)
             outcomes[key] = group
         return outcomes[key]
+
+    def _informed(self, chosen: BoundOutput) -> BoundOutput:
+        """With a plain mean in place of a method for whose statistics nothing was collected."""
+        method, aligned = chosen.assignment.method, chosen.aligned
+        if method.statistics is None:
+            return chosen
+        lead = self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
+        if self._ops.have_statistics(chosen) and not self.embeddings.concerns(chosen, lead):
+            return chosen
+        self._uninformed.setdefault(method.name, []).append(aligned.output)
+        return chosen._replace(assignment=replace(chosen.assignment, method=MEAN))
+
+    def notes(self) -> Iterator[str]:
+        for method, names in self._uninformed.items():
+            yield (
+                f"{len(names)} tensors, such as {names[0]}, are a mean of the models by 'weight': they have "
+                f"no statistics that {method} could go by"
+            )
 
     def _report_interleaved(self, aligned: Aligned) -> None:
         source = self._sources[aligned.span.lead.source]
@@ -530,7 +553,7 @@ class OutputBuilder:
 
     def _bound(self, chosen: BoundOutput, subject: Subject) -> Settings:
         aligned, assignment = chosen.aligned, chosen.assignment
-        key = aligned.span.path, assignment.rule
+        key = aligned.span.path, assignment.rule, assignment.method.name
         if key not in self._binders:
             self._binders[key] = Binder(self._recipe, assignment, self._names)
         binder = self._binders[key]

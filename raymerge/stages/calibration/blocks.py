@@ -45,6 +45,12 @@ Block: TypeAlias = tuple[Batch, ...]
 """What one unit runs."""
 
 
+def tokens_of_few(texts: Sequence[Text], num_blocks: int) -> int:
+    """Tokens of a block where there are to be about so many, or fewer."""
+    whole = sum(len(window.tokens) for text in texts for window in text.windows)
+    return max(UNIT_TOKENS, -(-whole // num_blocks))
+
+
 def blocks_of(texts: Sequence[Text], *, most_tokens: int | None = None) -> tuple[Block, ...]:
     """The windows of all texts in order, cut into blocks, by length within a block. ``most_tokens``: of a
     block, unless one window has more; None for ``UNIT_TOKENS``."""
@@ -127,7 +133,9 @@ class Walk:
         raise NonFiniteError(Problem(self.model.name, what, remedy))
 
 
-Write: TypeAlias = Callable[[str, torch.Tensor], None]
+class Write(Protocol):
+    def __call__(self, name: str, tensor: torch.Tensor, first: int | None = None) -> None:
+        """As ``TensorFile.write``."""
 
 
 class Statistics(Protocol):
@@ -136,14 +144,21 @@ class Statistics(Protocol):
     @property
     def purpose(self) -> Purpose: ...
 
+    @property
+    def num_blocks(self) -> int | None:
+        """About how many blocks there are at most, where the sums of one are large; None for any number."""
+
     def check(self, stream: LayerStream) -> None:
         """From headers and config; raises PlanError with every problem."""
 
     def sums(self, block: Block) -> Sequence[TensorSpec]:
         """What a unit leaves, by name."""
 
-    def own_nbytes(self, blocks: Sequence[Block]) -> int:
+    def own_nbytes(self, blocks: Sequence[Block], stream: LayerStream) -> int:
         """Bytes of memory beside running the model, in a unit, and in ``conclude``."""
+
+    def num_kept(self, stream: LayerStream) -> int:
+        """How often the hidden states of a block are kept beside those on their way, in memory or spilled."""
 
     def collect(self, walk: Walk, write: Write) -> int:
         """Make the sums of a block; returns bytes read."""

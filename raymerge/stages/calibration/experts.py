@@ -49,6 +49,10 @@ class ExpertStatistics:
     def purpose(self) -> Purpose:
         return SCORES
 
+    @property
+    def num_blocks(self) -> None:
+        return None
+
     def check(self, stream: LayerStream) -> None:
         model, problems = self._spec.model, []
         if not self._chosen:
@@ -74,10 +78,13 @@ class ExpertStatistics:
         yield TensorSpec(f"count.{block.layer}", DType.I64, (block.num_experts,))
         yield TensorSpec(f"chosen.{block.layer}", DType.I16, (count, self._chosen))
 
-    def own_nbytes(self, blocks: Sequence[Block]) -> int:
+    def own_nbytes(self, blocks: Sequence[Block], stream: LayerStream) -> int:  # noqa: ARG002
         """Chosen experts of all tokens and their ranks in order, of one layer."""
         tokens = max(sum(map(num_tokens, blocks)), 1)
         return tokens * self._chosen * 4 * torch.int64.itemsize
+
+    def num_kept(self, stream: LayerStream) -> int:  # noqa: ARG002
+        return 0
 
     def collect(self, walk: Walk, write: Write) -> int:
         @contextmanager

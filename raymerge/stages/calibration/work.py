@@ -19,8 +19,9 @@ from raymerge.device_numerics import full_float32
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.calibration import model_digest
 from raymerge.planner.inputs.sources import RESULT_FILE, CalibrationSpec, Stage, StatisticsKind
-from raymerge.stages.calibration.blocks import Block, Statistics, Walk, blocks_of, num_tokens
+from raymerge.stages.calibration.blocks import Block, Statistics, Walk, blocks_of, num_tokens, tokens_of_few
 from raymerge.stages.calibration.experts import ExpertStatistics
+from raymerge.stages.calibration.fisher import FisherStatistics
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import LayerStream, kept_nbytes
 from raymerge.stages.texts import Text, TextReader
@@ -29,7 +30,10 @@ from raymerge.storage.store import Range
 
 KIND = "calibration"
 
-_KINDS: Mapping[StatisticsKind, Callable[[CalibrationSpec], Statistics]] = {"experts": ExpertStatistics}
+_KINDS: Mapping[StatisticsKind, Callable[[CalibrationSpec], Statistics]] = {
+    "experts": ExpertStatistics,
+    "fisher": FisherStatistics,
+}
 _SUMS = "unit-{}.safetensors"
 
 
@@ -59,7 +63,8 @@ class CalibrationWork:
 
     @cached_property
     def _blocks(self) -> tuple[Block, ...]:
-        return blocks_of(self._texts)
+        few = self._statistics.num_blocks
+        return blocks_of(self._texts, most_tokens=None if few is None else tokens_of_few(self._texts, few))
 
     @property
     def num_units(self) -> int:
@@ -75,13 +80,14 @@ class CalibrationWork:
 
     @cached_property
     def _own_nbytes(self) -> int:
-        return self._statistics.own_nbytes(self._blocks)
+        return self._statistics.own_nbytes(self._blocks, self._stream)
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
         """The result, the sums of every unit, and spilled states of units in progress."""
         sums = sum(self._sums(LocalStore(Path()), number).nbytes for number in range(self.num_units))
         spare, width = budget - self.least_budget(), self._stream.width()
-        states = [kept_nbytes(num_tokens(block), width) for block in self._blocks]
+        often = 1 + self._statistics.num_kept(self._stream)
+        states = [kept_nbytes(num_tokens(block), width) * often for block in self._blocks]
         spilled = sorted((each for each in states if each > spare), reverse=True)[:busy]
         return self._stage.layout.nbytes + sums + sum(spilled)
 

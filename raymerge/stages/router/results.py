@@ -29,13 +29,16 @@ class TensorFile:
         self._store.create(self._key, self._layout.nbytes)
         self._store.write_at(self._key, 0, self._layout.header)
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, tensor: torch.Tensor, first: int | None = None) -> None:
+        """``first``: the number of the first row that is given, where these are some of all rows."""
         placed = self._tensors[name]
         stored = tensor.detach().cpu().contiguous()
-        if (stored.dtype, tuple(stored.shape)) != (torch_dtype(placed.dtype), placed.shape):
+        shape = placed.shape if first is None else (len(stored), *placed.shape[1:])
+        if (stored.dtype, tuple(stored.shape)) != (torch_dtype(placed.dtype), shape):
             given = f"{stored.dtype} {tuple(stored.shape)}"
             raise ValueError(f"{name} is laid out as {placed.dtype.value} {placed.shape}, not as {given}")
-        self._store.write_at(self._key, placed.offset, stored.view(-1).view(torch.uint8).numpy().data)
+        offset = placed.offset + (placed.nbytes // placed.shape[0] * first if first else 0)
+        self._store.write_at(self._key, offset, stored.view(-1).view(torch.uint8).numpy().data)
 
     def dtype(self, name: str) -> torch.dtype:
         return torch_dtype(self._tensors[name].dtype)

@@ -1,0 +1,153 @@
+"""Fisher information: squares of the whole model's gradients, window by window, and merges by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.calibrations import make, reading_model, stage_of, windows_of, write_text
+from kits.layer_streams import open_base
+from kits.marks import slow_but
+from kits.merge_cases import INLINE, merge
+from kits.statistics_maker import given_fisher
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from raymerge.api import AuditOptions, audit, calibrate, plan
+from raymerge.errors import UserError
+from raymerge.planner.inputs.weights import Weights
+from raymerge.stages import streamed_model
+from raymerge.stages.calibration import blocks
+
+LENGTH = 9
+FAMILIES = ("llama", "gemma2", "qwen3_moe", "llama4_text", "gpt2", "bloom", "deepseek_v3", "gpt_oss", "lfm2")
+
+
+def squared_gradients(root: Path, windows: list[list[int]], into: Path) -> dict[str, torch.Tensor]:
+    """By canonical name, from the gradients of the whole model in float64: a mean of 1 over all elements."""
+    eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float64, **eager).eval()
+    sums = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    for window in windows:
+        model.zero_grad()
+        tokens = torch.tensor([window])
+        logits = model(tokens, use_cache=False).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").backward()
+        for name, each in model.named_parameters():
+            sums[name] += 0.0 if each.grad is None else each.grad**2
+    scale = sum(each.numel() for each in sums.values()) / float(sum(each.sum() for each in sums.values()))
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each.copy_(sums[name] * scale)
+    model.float().save_pretrained(into)
+    with Weights(open_base(into)) as weights:
+        return {name: weights.load(name) for name in weights.names()}
+
+
+@pytest.mark.parametrize("name", slow_but(FAMILIES, "llama", "gemma2", "qwen3_moe", "llama4_text"))
+def test_squares_are_those_of_the_whole_model(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a head of its own, with one that is tied, with experts, and with experts in one tensor; heads some
+    rows at a time."""
+    monkeypatch.setattr(streamed_model, "_FEWEST_ROWS", 25)
+    model = reading_model(tmp_path / "model", name)
+    text = write_text(tmp_path / "text.txt", 45)
+    made = make(stage_of(model, "fisher", [text], length=LENGTH), tmp_path / "made")
+    expected = squared_gradients(tmp_path / "model", windows_of(text, LENGTH), tmp_path / "expected")
+    absent = {each for each in expected if each.endswith("e_score_correction_bias")}
+    assert made.tensors.keys() == expected.keys() - absent
+    for each, values in made.tensors.items():
+        torch.testing.assert_close(values, expected[each], rtol=1e-4, atol=1e-6 * float(values.max()))
+
+
+def test_units_and_memory_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units in another order, as workers finish them, and states in memory in place of a file."""
+    monkeypatch.setattr(blocks, "UNIT_TOKENS", 20)
+    model, text = reading_model(tmp_path / "model", "gemma2"), write_text(tmp_path / "text.txt", 60)
+    stage = stage_of(model, "fisher", [text], length=LENGTH)
+    made = make(stage, tmp_path / "one")
+    assert 1 < made.num_units <= 5
+    assert make(stage, tmp_path / "other", backwards=True, spare=1 << 20).data == made.data
+
+
+def two_models(root: Path, name: str) -> list[Path]:
+    places = [root / "a", root / "b"]
+    for seed, place in enumerate(places, start=1):
+        reading_model(place, name, seed=seed)
+    return places
+
+
+def recipe_of(places: list[Path], **more: Any) -> dict[str, Any]:
+    weights = ({"weight": 0.5}, {"weight": 2.0})
+    models = [
+        {"model": str(place), "parameters": own, "statistics": str(given_fisher(place))}
+        for place, own in zip(places, weights, strict=True)
+    ]
+    return {"merge_method": "fisher", "models": models, "dtype": "float32", **more}
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "deepseek_v3"])
+def test_a_merge_is_that_of_the_formula(tmp_path: Path, name: str) -> None:
+    """Of experts in one tensor and alone; what has no information is a mean, and the plan says so."""
+    places = two_models(tmp_path, name)
+    merge(recipe_of(places), tmp_path / "out")
+    information = [load_file(given_fisher(place) / "model.safetensors") for place in places]
+    parents, merged = [all_weights(place) for place in places], all_weights(tmp_path / "out")
+    for tensor, values in merged.items():
+        both = [(own.get(tensor, torch.zeros(())) + 0.01).double() for own in information]
+        share = 0.5 * both[0] / (0.5 * both[0] + 2.0 * both[1])
+        expected = share * parents[0][tensor].double() + (1 - share) * parents[1][tensor].double()
+        torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-6)
+    assert not audit(tmp_path / "out", AuditOptions(1.0), INLINE).num_problems
+    without = [each for each in plan(recipe_of(places)).manifest["notes"] if "no statistics" in each]
+    assert bool(without) == (information[0].keys() != merged.keys())
+
+
+def all_weights(place: Path) -> dict[str, torch.Tensor]:
+    with Weights(open_base(place)) as weights:
+        return {name: weights.load(name) for name in weights.names()}
+
+
+def test_a_rule_takes_information_of_its_own_tensors(tmp_path: Path) -> None:
+    places = two_models(tmp_path, "llama")
+    rule = {"role": "mlp", "merge_method": "fisher"}
+    merge({**recipe_of(places, methods=[rule]), "merge_method": "linear"}, tmp_path / "rule")
+    merge(recipe_of(places), tmp_path / "all")
+    merge({**recipe_of(places), "merge_method": "linear"}, tmp_path / "linear")
+    by_rule, whole, linear = (
+        load_file(tmp_path / each / "model.safetensors") for each in ("rule", "all", "linear")
+    )
+    for tensor, values in by_rule.items():
+        assert torch.equal(values, (whole if ".mlp." in tensor else linear)[tensor])
+
+
+def test_information_is_collected_before_the_merge_or_was_before(tmp_path: Path) -> None:
+    places = two_models(tmp_path, "llama")
+    texts = [str(write_text(tmp_path / f"{seed}.txt", 30, seed=seed)) for seed in (1, 2)]
+    models = [{"model": str(p), "texts": [t]} for p, t in zip(places, texts, strict=True)]
+    recipe = {"merge_method": "fisher", "models": models, "calibrate": {"length": LENGTH}}
+    merge(recipe, tmp_path / "out")
+    calibrate(places[1], texts[1:], tmp_path / "b-made", INLINE, statistics="fisher", length=LENGTH)
+    models[1] = {"model": str(places[1]), "statistics": str(tmp_path / "b-made")}
+    merge(recipe, tmp_path / "again")
+    first, second = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("out", "again"))
+    assert first == second
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    a, b = places = two_models(tmp_path, "llama")
+    good = recipe_of(places)
+    bare: dict[str, Any] = {**good, "models": [{"model": str(a)}, {"model": str(b)}]}
+    swapped = [{"model": str(a), "statistics": str(given_fisher(b))}, good["models"][1]]
+    text = str(write_text(tmp_path / "text.txt", 30))
+    for recipe, words in (
+        (bare, "no texts are named"),
+        ({**good, "models": swapped}, f"which is not {a}"),
+        ({**bare, "calibrate": {"texts": [text], "model": "merged"}}, "those of each source"),
+        ({**bare, "calibrate": {"texts": [str(tmp_path / "none.txt")]}}, "no such file"),
+    ):
+        with pytest.raises(UserError, match=words):
+            plan(recipe).require()
