@@ -32,7 +32,7 @@ from raymerge.recipe_search.trials import Evaluation, Trial, TrialStore, best_fi
 from raymerge.recipes.load import MARK
 from raymerge.recipes.search import MarkedRecipe, Values
 from raymerge.runtime.workers.actor_calls import ActorNeeds
-from raymerge.runtime.workers.sizing import cores_here, free_memory
+from raymerge.runtime.workers.sizing import check_free, cores_here, free_memory
 
 _SCRATCH = "candidates"
 _MOST_THREADS = 4
@@ -242,6 +242,7 @@ class SearchJob:
         # As many however many evaluators there are: sums of floats depend on them.
         threads = self._options.threads or min(cores_here(), _MOST_THREADS)
         options = replace(self._options, threads=threads)
+        check_free(options, evaluators=count)
         if options.memory is None and options.address is None and count > 1:
             options = replace(options, memory=free_memory() // 2 // count)
         scratch, here = str(self._directory / _SCRATCH), os.getcwd()

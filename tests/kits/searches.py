@@ -78,6 +78,7 @@ def job(
     evaluations: int | None = None,
     how: SearchOptions | None = None,
     replace_others: bool = False,
+    memory: int | None = None,
     on_event: Callable[[Any], None] = lambda _: None,
 ) -> SearchJob:
     marked = read_marked_mapping(recipe, exists=lambda _: False)
@@ -85,7 +86,7 @@ def job(
     return SearchJob(
         Search(marked, settings, "models"),
         directory,
-        RunOptions(replace=replace_others),
+        RunOptions(replace=replace_others, memory=memory),
         how or SearchOptions(),
         on_event=on_event,
         before_first=lambda: None,

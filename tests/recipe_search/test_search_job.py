@@ -17,7 +17,7 @@ import pytest
 from kits.searches import bowl, bowl_judge, job, judging, marked_recipe, table
 
 from raymerge.documents.fields import FaultError
-from raymerge.errors import HeldError, Problem, SearchError, TargetError, UnreadableError
+from raymerge.errors import HeldError, OptionError, Problem, SearchError, TargetError, UnreadableError
 from raymerge.events import TrialEvaluated
 from raymerge.recipe_search import job as search_job
 from raymerge.recipe_search.evaluation import EvaluatorSpec, InlineEvaluations
@@ -32,6 +32,7 @@ from raymerge.recipe_search.job import SearchOptions
 from raymerge.recipe_search.settings import read_settings
 from raymerge.recipe_search.trials import TrialStore, best_first
 from raymerge.recipes.search import read_marked_mapping
+from raymerge.runtime.workers import sizing
 
 KITS = Path(__file__).parents[1] / "kits"
 EARLY = {"share": 0.25, "keep": 0.5}
@@ -148,6 +149,9 @@ def test_evaluators_share_the_memory_of_a_machine(
     monkeypatch.setattr(search_job, "free_memory", lambda: 24 << 30)
     job(marked_recipe(_block("random")), tmp_path, how=SearchOptions(4)).carry_out()
     assert seen == [3 << 30]
+    monkeypatch.setattr(sizing, "free_memory", lambda: 24 << 30)
+    with pytest.raises(OptionError, match=r"4 evaluators with 8\.59 GB each would use 34\.36 GB"):
+        job(marked_recipe(_block("random")), tmp_path / "b", how=SearchOptions(4), memory=8 << 30).carry_out()
 
 
 def test_the_same_candidate_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,18 +230,20 @@ def _spared(options: RunOptions, free: int, useful: int, *, workers: int) -> int
     return min(useful, free // 2 // workers) if options.address is None else 0
 
 
-def check_free(options: RunOptions) -> None:
+def check_free(options: RunOptions, *, evaluators: int = 0) -> None:
+    """Raises OptionError: workers here, or so many evaluators, would have more memory than is free."""
     if options.memory is None or options.address is not None:
         return
-    workers, free = num_workers(options), free_memory()
+    workers, free = evaluators or num_workers(options), free_memory()
+    who = "evaluator" if evaluators else "worker"
     if options.memory * workers > free:
-        count = f"{workers} workers" if workers > 1 else "1 worker"
+        count = f"{workers} {who}s" if workers > 1 else f"1 {who}"
         raise OptionError(
             Problem(
                 "--memory",
                 f"{count} with {format_size(options.memory)} each would use "
                 f"{format_size(options.memory * workers)}, and {format_size(free)} are free here.",
-                f"Give at most {format_size(free // workers)}, or fewer --workers.",
+                f"Give at most {format_size(free // workers)}, or fewer --{who}s.",
             )
         )
 
