@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from raymerge.api import RunResult as RunResult
     from raymerge.api import SearchOptions as SearchOptions
     from raymerge.api import audit as audit
+    from raymerge.api import calibrate as calibrate
     from raymerge.api import conversion as conversion
     from raymerge.api import diagnose as diagnose
     from raymerge.api import diff as diff
@@ -46,6 +47,7 @@ __all__ = [
     "RunResult",
     "SearchOptions",
     "audit",
+    "calibrate",
     "conversion",
     "diagnose",
     "diff",

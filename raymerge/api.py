@@ -42,7 +42,7 @@ from raymerge.planner.suggestion.text import write as suggestion_text
 from raymerge.publish.finish import Provenance, read_record
 from raymerge.publish.hub_push import Pushed, PushTarget, push_checkpoint
 from raymerge.publish.output_place import place_of, steps_directory, sweep_steps
-from raymerge.publish.record import Journal
+from raymerge.publish.record import RECORD, STAGES, Journal
 from raymerge.recipe_search.job import Search, SearchJob, SearchOptions, finish_search
 from raymerge.recipe_search.planning import PlannedSearch
 from raymerge.recipe_search.planning import plan_search as planned_search
@@ -385,6 +385,7 @@ __all__ = [
     "Trial",
     "Verdict",
     "audit",
+    "calibrate",
     "conversion",
     "diagnose",
     "diff",
@@ -493,7 +494,11 @@ def plan_for(
         raise RecipeError(
             draft_problems(draft, steps, version=version("raymerge"), lookup=lookup, given=given)
         )
-    return plan_merges(ordered, steps, version=version("raymerge"), lookup=lookup, given=given)
+    # What experts were chosen by is kept with what was made of them.
+    recorded = None if is_remote(str(place)) else Path(place) / RECORD / STAGES
+    return plan_merges(
+        ordered, steps, version=version("raymerge"), lookup=lookup, given=given, recorded=recorded
+    )
 
 
 def _unused(models: Models, recipes: Sequence[AnyRecipe]) -> Iterator[Problem]:
@@ -550,6 +555,13 @@ def plan_sweep(
     ordered = [merge_order(each.recipes) for each in draft.outputs]
     if (adapters := _of_adapters(ordered[0])) is not None:
         raise PlanError(_no_sweep(adapters))
+    measured = [each for each in ordered[0] if isinstance(each, ExpertSetRecipe) and each.is_measured]
+    if measured:
+        what = "experts are measured while a recipe is carried out; a sweep plans all of its outputs before."
+        remedy = (
+            "Measure them before by 'raymerge calibrate MODEL --texts FILE -o DIR', and write 'scores: DIR'."
+        )
+        raise PlanError(Problem(measured[0].where("experts", "scores"), what, remedy))
     begun = [
         NO_COMMITS if chosen.replace else commits_begun(recipes, place, steps, or_published=True)
         for recipes, place in zip(ordered, places, strict=True)

@@ -122,7 +122,7 @@ def test_every_method_has_a_recipe_of_its_name() -> None:
 @pytest.mark.parametrize("recipe", [*RECIPES, *MIXTURES, "configs/quickstart/recipe.yml"])
 def test_a_recipe_of_ours_plans(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    raymerge.plan(recipe)
+    raymerge.plan_all(recipe)
 
 
 def test_a_sweep_of_ours_plans(monkeypatch: pytest.MonkeyPatch) -> None:

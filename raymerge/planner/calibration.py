@@ -171,6 +171,19 @@ def statistics_record(directory: str, *, place: str) -> Mapping[str, Any]:
     raise PlanError(Problem(f"{place}: {directory}", what, remedy))
 
 
+def stage_report(stage: Stage, *places: Path) -> Mapping[str, Any] | None:
+    """The report of a stage in the first record of it at these places; None where there is none."""
+    for place in places:
+        try:
+            record = json.loads(place.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(record, dict) and record.get("digest") == stage.digest:
+            report: Mapping[str, Any] = record["report"]
+            return report
+    return None
+
+
 _SAMPLES, _SAMPLE_NBYTES = 32, 256
 
 

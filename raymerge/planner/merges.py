@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -24,8 +24,9 @@ from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
 from raymerge.merge_plan.plan import Plan, make_plan, planned_layout
-from raymerge.planner.calibration import method_stages
+from raymerge.planner.calibration import calibration_stage, method_stages, stage_report
 from raymerge.planner.inputs.sources import (
+    STAGE_RECORD,
     Opened,
     OpenedModels,
     Opener,
@@ -71,6 +72,9 @@ def stages_of(
         stages = (gate_stage(recipe, shape_of(recipe, sources), version=version),)
     elif isinstance(recipe, Recipe) and isinstance(recipe.router, RouterRepair):
         stages = (repair_stage(recipe, recipe.router, sources, version=version),)
+    elif isinstance(recipe, ExpertSetRecipe) and recipe.is_measured and recipe.calibrate is not None:
+        place = recipe.where("experts", "scores")
+        stages = (calibration_stage("experts", sources[0], recipe.calibrate, place=place, version=version),)
     elif isinstance(recipe, Recipe) and recipe.align:
         stages = align_stages(recipe, sources, version=version)
     elif isinstance(recipe, Recipe) and approximation_of(recipe) is not None:
@@ -94,8 +98,11 @@ def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path
     )
 
 
-def build_plan(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) -> Plan:
-    """The plan of a recipe over its sources, which have the results of its stages.
+def build_plan(
+    recipe: AnyRecipe, sources: Sequence[Source], *, version: str, report: Mapping[str, Any] | None = None
+) -> Plan:
+    """The plan of a recipe over its sources, which have the results of its stages. ``report``: of the stage
+    that measures experts, once it is made.
 
     Problems are in the plan, so that it can be shown; ``Plan.require`` refuses them.
 
@@ -106,7 +113,7 @@ def build_plan(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) ->
             case MoeRecipe():
                 return finish_plan(decide_mixture(recipe, sources), version=version)
             case ExpertSetRecipe():
-                return finish_plan(decide_expert_set(recipe, sources), version=version)
+                return finish_plan(decide_expert_set(recipe, sources, report), version=version)
             case _:
                 return finish_plan(decide_merge(recipe, sources), version=version)
 
@@ -137,19 +144,23 @@ def plan_merges(
     lookup: Lookup = USUAL,
     opened: Opened | None = None,
     given: Given = NOTHING_GIVEN,
+    recorded: Path | None = None,
 ) -> tuple[PlannedMerge, ...]:
     """Plan recipes in the order of ``merge_order``; later ones may use results of earlier ones by name.
 
     Only the last plan may have problems, so that it can be shown. Results that others use lie below ``root``,
     each by its name; ``opener`` None opens models in each recipe's own way, and once for all calls that share
-    ``opened``, but for those that are ``given``.
+    ``opened``, but for those that are ``given``. ``recorded``: directory of the records of stages of a result
+    that is there; where one has measured experts, below ``root`` or there, the plan is of its figures.
 
     Raises:
         PlanError: a merge that others need cannot be planned, or there is no plan to show; with the problems
             of all merges that could be examined."""
     names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
     is_alone = len(recipes) == 1
-    planner = _Planner(names, root, version, opener, lookup, opened=opened, is_alone=is_alone, given=given)
+    planner = _Planner(
+        names, root, version, opener, lookup, opened=opened, is_alone=is_alone, given=given, recorded=recorded
+    )
     looks = [planner.look(recipe) for recipe in recipes]
     merges = tuple(look.merge for look in looks if look.merge is not None)
     if len(merges) < len(looks) or any(look.problems for look in looks[:-1]):
@@ -209,6 +220,22 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
     )
 
 
+def planned_as_measured(merge: PlannedMerge, root: Path) -> PlannedMerge:
+    """A merge with the experts that its stage, whose result is below ``root``, has found; itself if nothing
+    of it is measured. Raises PlanError: it cannot be made of these."""
+    if not (isinstance(merge.recipe, ExpertSetRecipe) and merge.recipe.is_measured):
+        return merge
+    (stage,) = merge.stages
+    report = stage_report(stage, root / stage.directory / STAGE_RECORD)
+    before = merge.plan.manifest
+    plan = build_plan(merge.recipe, merge.sources, version=str(before["raymerge"]), report=report).require()
+    if merge.uses:
+        signed = zip(plan.manifest["sources"], before["sources"], strict=True)
+        made_by = [{**new, **{k: v for k, v in old.items() if k == "made_by"}} for new, old in signed]
+        plan = make_plan({**plan.manifest, "sources": made_by}, plan.tables, plan.problems)
+    return replace(merge, plan=plan)
+
+
 class _Look(NamedTuple):
     merge: PlannedMerge | None
     problems: tuple[Problem, ...]
@@ -225,6 +252,7 @@ class _Planner:
     is_alone: bool
     opened: Opened | None = None
     given: Given = field(default_factory=lambda: NOTHING_GIVEN)
+    recorded: Path | None = None
     made: dict[str, PlannedMerge] = field(default_factory=dict)
 
     def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
@@ -287,9 +315,20 @@ class _Planner:
         unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
         made_by = tuple(self.made[name].plan.digest for name in unwritten if name in self.made)
         stages = stages_of(recipe, sources, version=self.version, made_by=made_by)
-        sources = with_prepared(sources, stages, self.root)
+        report = None
+        if isinstance(recipe, ExpertSetRecipe):
+            report = self._measured(stages)
+        else:
+            sources = with_prepared(sources, stages, self.root)
         to_run = tuple(stage for stage in stages if not stage.made_at)
-        return build_plan(recipe, sources, version=self.version), sources, to_run
+        return build_plan(recipe, sources, version=self.version, report=report), sources, to_run
+
+    def _measured(self, stages: Sequence[Stage]) -> Mapping[str, Any] | None:
+        """What the stage of an expert set found, where it was carried out before."""
+        for stage in stages:
+            kept = () if self.recorded is None else (self.recorded / f"{stage.name}.json",)
+            return stage_report(stage, self.root / stage.directory / STAGE_RECORD, *kept)
+        return None
 
     def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
         if self.is_alone:
@@ -307,6 +346,13 @@ class _Planner:
         def open_one(reference: ModelReference) -> Checkpoint:
             merge = self.made.get(reference.path)
             if merge is not None:
+                if isinstance(merge.recipe, ExpertSetRecipe) and merge.recipe.is_measured:
+                    what = (
+                        f"the result of {reference.path} is read by this merge, and its experts follow from "
+                    )
+                    what += "a measurement."
+                    remedy = "Leave it to the last merge, or measure them before: raymerge calibrate."
+                    raise PlanError(Problem(merge.recipe.where("experts", "scores"), what, remedy))
                 if planned_layout(merge.plan) is not None:
                     what = f"the result of {reference.path} is read by this merge, and has a 'layout'."
                     raise PlanError(

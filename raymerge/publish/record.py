@@ -33,6 +33,8 @@ from raymerge.storage.objects.writer import ObjectWriter
 from raymerge.storage.retry import KEPT
 
 RECORD = RECORD_DIRECTORY
+STAGES = "stages"
+"""Directory of the records of stages, in the record of what was made with them."""
 ATTEMPT = "begun"
 """File of the run record that tells one beginning from another; it is not published."""
 NAME = "ledger.jsonl"

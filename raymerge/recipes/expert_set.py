@@ -157,6 +157,7 @@ def _plain(listed: Sequence[object]) -> list[object]:
 _CHANGES = ("keep", "drop", "merge", "add", "dense")
 _MIXTURES = ("mean", "concatenated")
 _SCORED = ("drop", "merge")
+SALIENCY = "saliency"
 _BUILT = "Experts of a mixture that is to be built are a list: experts: [{source_model: PATH}, ...]."
 
 
@@ -219,7 +220,8 @@ class ExpertChange(Entry):
     of: Annotated[ExpertIds, by(read_ids), PlainSerializer(list)] | None = None
     """Experts for ``dense: mean`` and ``dense: concatenated``; None for all."""
     scores: Text | None = None
-    """Weight of each expert: ``weights`` for its norm, or the path of a file."""
+    """Weight of each expert: ``weights`` for its norm, ``saliency`` for what it does with the texts of
+    ``calibrate``, or the path of a file or of statistics."""
 
     grammar: ClassVar[Grammar] = exactly_one(*_CHANGES)
 
@@ -242,7 +244,10 @@ class ExpertChange(Entry):
 def _misplaced(data: Mapping[str, Any], given: Sequence[str]) -> Iterable[Fault]:
     if "drop" in given and data.get("scores") is None:
         what = "'drop' needs 'scores' to know which experts go."
-        yield Fault(("drop",), what, "Add 'scores: weights' or 'scores: FILE', or write 'keep'.")
+        remedy = (
+            "Add 'scores: weights', 'scores: FILE', or 'scores: saliency' with 'calibrate'; or write 'keep'."
+        )
+        yield Fault(("drop",), what, remedy)
     if data.get("scores") is not None and not {*given} & {*_SCORED}:
         what = f"'scores' has no meaning beside '{given[0]}'."
         yield Fault(("scores",), what, "Remove it, or write 'drop' or 'merge'.")
@@ -281,3 +286,22 @@ class ExpertSetRecipe(Document):
     shard_size: ShardSize = DEFAULT_SHARD_SIZE
     duplicates: Duplicates = "keep"
     pickled_weights: PickledWeights = "read"
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether experts are chosen by what the model does with texts, which a stage finds out."""
+        return self.experts.scores == SALIENCY
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        change, calibrate = data.get("experts"), data.get("calibrate")
+        scores = change.get("scores") if isinstance(change, Mapping) else getattr(change, "scores", None)
+        if scores == SALIENCY and calibrate is None:
+            what = "'scores: saliency' is measured on texts, and none are named."
+            remedy = (
+                "Add 'calibrate: {texts: [FILE]}', or name what 'raymerge calibrate' made: 'scores: DIR'."
+            )
+            yield Fault(("experts", "scores"), what, remedy)
+        if scores != SALIENCY and calibrate is not None:
+            what = "nothing of this recipe is measured on texts."
+            yield Fault(("calibrate",), what, "Write 'scores: saliency' below 'experts', or remove it.")

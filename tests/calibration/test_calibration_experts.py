@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import raymerge
-from raymerge.errors import NonFiniteError, PlanError
+from raymerge.api import plan_for
+from raymerge.errors import NonFiniteError, PlanError, RecipeError
 from raymerge.options import RunOptions
 from raymerge.stages.calibration import blocks
 from raymerge.stages.calibration.experts import SCORES, tokens_lost
@@ -183,3 +184,31 @@ def test_drops_what_the_command_measured(tmp_path: Path) -> None:
     other = reading_model(tmp_path / "other", "deepseek_v3", seed=2)
     with pytest.raises(PlanError, match="holds statistics of model, which is not"):
         raymerge.plan(recipe | {"base_model": other.checkpoint.root})
+
+
+def test_measures_within_the_recipe(tmp_path: Path) -> None:
+    """The plan is complete but for which experts; after the stage it is as with the stage's directory."""
+    reading_model(tmp_path / "model", "olmoe")
+    text = str(write_text(tmp_path / "text.txt", 120))
+    raymerge.calibrate(
+        tmp_path / "model", [text], tmp_path / "statistics", RunOptions(inline=True), length=20
+    )
+    base = {"base_model": str(tmp_path / "model")}
+    calibrate = {"texts": [text], "length": 20}
+    recipe = {**base, "experts": {"drop": 2, "scores": "saliency"}, "calibrate": calibrate}
+    given = {**base, "experts": {"drop": 2, "scores": str(tmp_path / "statistics")}}
+    assert "once the model has been run" in "".join(raymerge.plan(recipe).manifest["notes"])
+    made = raymerge.submit(recipe, tmp_path / "measured", RunOptions(inline=True))
+    raymerge.submit(given, tmp_path / "given", RunOptions(inline=True))
+    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("measured", "given")]
+    assert files[0] == files[1]
+    # What was published keeps what it was chosen by: the same plan comes out again.
+    assert not raymerge.replay(tmp_path / "measured").problems
+    (merge,) = plan_for(recipe, tmp_path / "measured")
+    assert merge.plan.digest == made.digest
+    for change, words in (
+        ({**recipe, "calibrate": None}, "no texts|none are named"),
+        ({**given, "calibrate": calibrate}, "nothing of this recipe is measured"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            raymerge.plan(change)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from raymerge.architectures.expert_fields import ExpertFields, expert_fields, expert_meaning
 from raymerge.architectures.rules import Role
@@ -18,7 +19,7 @@ from raymerge.errors import CheckpointError, Findings, PlanError, Problem, UserE
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.planner.calibration import given_statistics, statistics_record
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.sources import RESULT_FILE, Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.moe.expert_blocks import ExpertBlock
@@ -128,10 +129,29 @@ _LARGEST = 1e300
 # So that sums of scores are numbers too.
 
 
-def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
+Report: TypeAlias = Mapping[str, Any]
+"""Of a stage that measured experts."""
+
+
+def given_report(recipe: ExpertSetRecipe, source: Source) -> Report | None:
+    """The report of statistics that were made before, where ``scores`` names their directory."""
     given, place = recipe.experts.scores or "", recipe.where("experts", "scores")
-    if os.path.isdir(os.path.expanduser(given)):
-        return _of_statistics(given, resolver.sources[BASE], blocks, place)
+    if recipe.is_measured or not os.path.isdir(os.path.expanduser(given)):
+        return None
+    given_statistics("experts", source, given, place=place)
+    report: Report = statistics_record(given, place=place)["report"]
+    return report
+
+
+def read_scores(
+    recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequence[ExpertBlock], report: Report | None
+) -> Scores:
+    """``report``: of statistics; None where there are none yet, so that all experts of a layer are alike."""
+    given, place = recipe.experts.scores or "", recipe.where("experts", "scores")
+    if report is not None:
+        return _of_statistics(report, resolver.sources[BASE], blocks)
+    if recipe.is_measured:
+        return {block.path: (1.0,) * block.num_experts for block in blocks}
     try:
         scores = _of_weights(resolver, blocks) if given == FROM_WEIGHTS else file_scores(given, blocks)
     except UserError as error:
@@ -158,23 +178,18 @@ def _objections(block: ExpertBlock, scores: LayerScores | None) -> Iterator[str]
         yield f"the scores of {where} hold NaN, infinity or a number beyond {_LARGEST:g}."
 
 
-def _of_statistics(given: str, source: Source, blocks: Sequence[ExpertBlock], place: str) -> Scores:
-    """Saliencies of a directory that ``raymerge calibrate`` made; sizes in layers that predict further
-    tokens, which no text runs."""
-    stage = given_statistics("experts", source, given, place=place)
-    measured = _tensors(Path(stage.made_at) / RESULT_FILE)
+def _of_statistics(report: Report, source: Source, blocks: Sequence[ExpertBlock]) -> Scores:
+    """Saliencies; sizes in layers that predict further tokens, which no text runs."""
+    measured = {each["layer"]: tuple(each["saliency"]) for each in report["layers"]}
     run, others = ([block for block in blocks if block.is_mtp is is_mtp] for is_mtp in (False, True))
-    saliencies = {block.path: measured[f"{block.canonical}.experts.saliency"] for block in run}
+    saliencies = {block.path: measured[block.layer] for block in run}
     return saliencies | _sizes(source, others) if others else saliencies
 
 
-def dropping_risks(recipe: ExpertSetRecipe) -> Mapping[int, str]:
-    """What the texts that scores were measured on lose with the dropped experts, in words by layer; empty for
-    other scores."""
-    given, drop = recipe.experts.scores or "", recipe.experts.drop or 0
-    if not os.path.isdir(os.path.expanduser(given)):
+def dropping_risks(report: Report | None, drop: int) -> Mapping[int, str]:
+    """What the texts that experts were measured on lose with those that are dropped, in words by layer."""
+    if report is None:
         return {}
-    report = statistics_record(given, place=recipe.where("experts", "scores"))["report"]
     tokens = sum(text["tokens"] for text in report["texts"])
     return {
         each[
@@ -272,6 +287,8 @@ class ExpertSelection:
         self._sources = resolver.sources
         self._blocks = blocks
         self._findings = findings
+        scores = os.path.expanduser(recipe.experts.scores or "")
+        self._is_saliency = recipe.is_measured or os.path.isdir(scores)
         self._fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
         self._layers = frozenset(block.name_layer for block in blocks if not block.is_mtp)
         self._dense_layers = self._layers_with(BASE, Role.MLP) - self._layers
@@ -331,6 +348,9 @@ class ExpertSelection:
         if min(weights) < 0:
             what = f"experts {_listed(group)} in layer {block.layer} have scores down to {min(weights):g}."
             self._say(("experts", "scores"), what, "Weights of a mean cannot be negative.")
+        elif not any(weights) and self._is_saliency:
+            # No text reached any of them.
+            return (1.0,) * len(group)
         elif not any(weights):
             what = f"the scores of experts {_listed(group)} in layer {block.layer} are all 0."
             self._say(("experts", "scores"), what, "A weighted mean needs a weight above 0 in each group.")

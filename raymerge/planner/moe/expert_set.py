@@ -33,7 +33,9 @@ from raymerge.planner.moe.expert_moves import (
     ExpertSelection,
     Moves,
     NewExpert,
+    Report,
     dropping_risks,
+    given_report,
     read_scores,
     regrouped,
 )
@@ -58,20 +60,25 @@ _METHODS = {
 }
 
 
-def decide_expert_set(recipe: ExpertSetRecipe, sources: Sequence[Source]) -> Decided:
+def decide_expert_set(
+    recipe: ExpertSetRecipe, sources: Sequence[Source], report: Report | None = None
+) -> Decided:
     """Decide the plan of other experts for a checkpoint; the first source is its ``base_model``.
 
-    Only headers are read, but for scores: those of a file, or of the experts' own weights.
+    Only headers are read, but for scores: those of a file, or of the experts' own weights. ``report``: of the
+    stage that measures experts. Until there is one the plan has as many experts as it will have, but others:
+    everything else of it is final.
 
     Raises:
         PlanError: checkpoint and recipe fit so little that there is no plan to show."""
-    return _Builder(recipe, sources).decided()
+    return _Builder(recipe, sources, report).decided()
 
 
 class _Builder:
-    def __init__(self, recipe: ExpertSetRecipe, sources: Sequence[Source]) -> None:
+    def __init__(self, recipe: ExpertSetRecipe, sources: Sequence[Source], report: Report | None) -> None:
         self._recipe = recipe
         self._sources = tuple(sources)
+        self._report = report or given_report(recipe, sources[BASE])
         self._base = sources[BASE]
         self._findings = Findings()
         self._resolver = open_inputs(sources, self._findings)
@@ -101,7 +108,9 @@ class _Builder:
 
     def _sparse(self) -> tuple[tuple[Output, ...], Mapping[str, Any], list[str]]:
         change = self._recipe.experts
-        scores = read_scores(self._recipe, self._resolver, self._blocks) if change.scores else None
+        scores = None
+        if change.scores:
+            scores = read_scores(self._recipe, self._resolver, self._blocks, self._report)
         moves = self._mover.moves(scores)
         self._require()
         changed = (expert_outputs(self._work, block, moves[block.path]) for block in self._blocks)
@@ -254,8 +263,11 @@ class _Builder:
         own = config_int(self._base.checkpoint.config, self._base.rules.sizes["mtp_experts"])
         if own is not None:
             yield f"layers that predict further tokens keep experts of their own, {own} each"
-        if self._recipe.experts.drop is not None:
-            risks = dropping_risks(self._recipe)
+        drop = self._recipe.experts.drop
+        if self._recipe.is_measured and self._report is None:
+            yield "which experts these are follows once the model has been run on the texts"
+        elif drop is not None:
+            risks = dropping_risks(self._report, drop)
             for block in self._blocks:
                 used = _used(block, moves, self._recipe)
                 gone = ", ".join(str(expert) for expert in range(before) if expert not in used)

@@ -36,7 +36,7 @@ from raymerge.methods import find_method
 from raymerge.options import STEPS_WANTED, RunOptions
 from raymerge.planner.explain import StageLine
 from raymerge.planner.inputs.sources import RepairSpec, Source, Stage, TransplantSpec, holdings
-from raymerge.planner.merges import PlannedMerge
+from raymerge.planner.merges import PlannedMerge, planned_as_measured
 from raymerge.publish.finish import kept_companions, read_record
 from raymerge.publish.lease import stop_request_at
 from raymerge.publish.output_place import INSIDE, MANIFEST, relation, steps_directory
@@ -467,7 +467,10 @@ class MergeJob:
         *before, last = self._merges
         if before:
             self._on_event(StepStarted(*self._step(last)))
-        self._runs = (*self._runs[:-1], self._run(last, self._ready(last, pool)))
+        ready = self._ready(last, pool)
+        last = planned_as_measured(last, self._root)
+        self._merges = (*before, last)
+        self._runs = (*self._runs[:-1], self._run(last, ready))
 
     def make_last(self, pool: Pool, *, is_last: bool) -> RunResult:
         if is_last:

@@ -32,7 +32,7 @@ from raymerge.planner.merges import PlannedMerge, plan_merges
 from raymerge.publish import finish
 from raymerge.publish.chunks import output_store
 from raymerge.publish.output_place import steps_directory
-from raymerge.publish.record import NAME, RECORD, Ledger, difference
+from raymerge.publish.record import NAME, RECORD, STAGES, Ledger, difference
 from raymerge.publish.staging import NUMERICS, RECIPE, numerics_bytes
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.load import parse_recipe
@@ -248,7 +248,9 @@ def _planned_again(
     opener = _opener(replace(sources, pickled=pickles_read(recipes), whole=models_with_components(recipes)))
     version = str(plan.manifest["raymerge"])
     steps = steps_directory(output.place)
-    return plan_merges(recipes, steps, version=version, opener=opener, lookup=_CACHE)[-1]
+    stages = output.record / RECORD / STAGES
+    merges = plan_merges(recipes, steps, version=version, opener=opener, lookup=_CACHE, recorded=stages)
+    return merges[-1]
 
 
 def _opener(sources: _SourceLookup) -> Opener:

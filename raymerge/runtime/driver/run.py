@@ -50,7 +50,16 @@ from raymerge.publish.finish import (
 from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.object_shards import RemoteShards, ShardWork
 from raymerge.publish.output_place import MANIFEST, check_apart
-from raymerge.publish.record import NAME, RECORD, Journal, Ledger, agree_as_known, conditions_in, receipts_in
+from raymerge.publish.record import (
+    NAME,
+    RECORD,
+    STAGES,
+    Journal,
+    Ledger,
+    agree_as_known,
+    conditions_in,
+    receipts_in,
+)
 from raymerge.publish.run_records import read_object, records_of
 from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.publish.staging import Staging, is_untouched, staging_of
@@ -204,7 +213,6 @@ def stopping(on_event: OnEvent, at_once: str = STOPPED_AT_ONCE) -> Iterator[Stop
             signal.signal(number, old)
 
 
-_STAGES = "stages"
 _ENCODING = f"{RECORD}/encoding_errors.json"
 """What encoding changed in each tensor; the plan's own manifest holds only what is known beforehand."""
 _MANIFEST = MANIFEST.removeprefix(f"{RECORD}/")
@@ -275,7 +283,7 @@ class Run:
         self._layout = None if layout is None else self._held[layout.source]
         """The checkpoint whose layout the output has."""
         self._layout_files = versions.layout_versions(self._plan, self._layout)
-        self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
+        self._reports = {f"{RECORD}/{STAGES}/{name}.json": each for name, each in reports.items()}
         self._warn_encoding_error = warn_encoding_error
         self._journal = journal
         self.is_stopped = False

@@ -115,7 +115,8 @@ class ExpertStatistics:
             figures = {"saliency": saliency, "count": count, "norm": norm / often, "weight": weight}
             for name, values in {**figures, "largest": largest, "lost": lost}.items():
                 result.write(f"{block.canonical}.experts.{name}", values)
-            layers.append(_layer_report(layer, count, weight[order], lost))
+            own = {"layer": layer, "saliency": saliency.tolist()}
+            layers.append({**own, **_risks(count, weight[order], lost)})
         return {"layers": layers, "num_groups": self._num_groups, "few_below": FEW_TOKENS}
 
 
@@ -130,13 +131,10 @@ def tokens_lost(chosen: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     )
 
 
-def _layer_report(
-    layer: int, count: torch.Tensor, weight: torch.Tensor, lost: torch.Tensor
-) -> Mapping[str, object]:
+def _risks(count: torch.Tensor, weight: torch.Tensor, lost: torch.Tensor) -> Mapping[str, object]:
     """``weight``: in the order in which experts go."""
     shares = weight.cumsum(0) / weight.sum()
     return {
-        "layer": layer,
         "never": int((count == 0).sum()),
         "few": int(((count > 0) & (count < FEW_TOKENS)).sum()),
         "shares": [0.0, *shares.tolist()],
