@@ -54,7 +54,7 @@ def repair_stage(recipe: Recipe, repair: RouterRepair, sources: Sequence[Source]
     spec = RepairSpec(merged, models, tuple(texts), routers, calibrate.tokens, calibrate.length)
     return make_stage(
         name=f"@routers-{xxhash.xxh3_64_hexdigest(str(merged.reference).encode())}",
-        title=f"repairing the routers of {merged.name}",
+        title=f"repair of the routers of {merged.name}",
         place=recipe.where("router"),
         spec=spec,
         tensors=[*_results(merged, routers)],

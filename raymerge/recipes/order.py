@@ -85,7 +85,7 @@ def _with_repair(recipe: AnyRecipe) -> Iterator[AnyRecipe]:
         yield recipe
         return
     digest = xxhash.xxh3_64_hexdigest(recipe.model_dump_json(exclude={"name"}).encode())
-    merged = f"before-repair-{digest}"
+    merged = f"before-repair-{digest[:8]}"
     without = {"name": merged, "router": "merge", "layout": None, "training_state": "keep"}
     yield recipe.model_copy(update=without).at_place_of(recipe)
     shared = () if recipe.calibrate is None else recipe.calibrate.texts

@@ -14,6 +14,7 @@ from kits.layer_streams import KINDS
 from safetensors.torch import load_file
 
 import raymerge
+from raymerge.api import read_recipes
 from raymerge.errors import IncompleteError, UserError
 from raymerge.events import Ended, StageReport, StageStarted, StepKept
 from raymerge.options import RunOptions
@@ -250,6 +251,15 @@ def test_what_cannot_be_repaired_is_refused_before_anything_is_made(tmp_path: Pa
     domain = {"model": str(tmp_path / "more"), "texts": [str(merge.texts[0])]}
     repair = {"merge_method": "passthrough", "models": [{"model": str(merge.models[0])}]}
     assert "has 6 experts" in _refused({**repair, "router": {"repair": [domain]}})
+
+
+def test_a_base_without_texts_of_its_own_has_no_say() -> None:
+    models: list[dict[str, Any]] = [{"model": "base"}, {"model": "other"}]
+    shared = {"merge_method": "task_arithmetic", "base_model": "base", "calibrate": {"texts": ["all.txt"]}}
+    for texts, domains in (([], ["other"]), (["own.txt"], ["base", "other"])):
+        models[0] |= {"texts": texts} if texts else {}
+        repaired: Any = read_recipes({**shared, "models": models, "router": "repair"})[-1]
+        assert [str(domain.model) for domain in repaired.router.repair] == domains
 
 
 def test_a_router_that_is_not_linear_is_refused(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ _TIES = "planner/test_planner_ties.py"
 _REPORT = "runtime/test_runtime_report.py"
 _OUTPUT = "execute/test_execute_output.py"
 _V4 = "planner/test_planner_deepseek_v4.py"
+_REPAIR = "calibration/test_router_repair.py"
 
 MUTATIONS = (
     # What methods compute
@@ -890,5 +891,28 @@ MUTATIONS = (
         "torch.sub(total, total, out=share)",
         "share.zero_()",
         "methods/test_methods_fisher.py",
+    ),
+    # Routers that are repaired
+    Mutation(
+        "stages/calibration/router_solver.py",
+        "if self._competes else answers",
+        "if self._competes else 0 * answers",
+        _REPAIR,
+    ),
+    Mutation("stages/calibration/router_solver.py", "* (1.0 - self._gamma)", "* self._gamma", _REPAIR),
+    Mutation(
+        "stages/calibration/router_solver.py", "alpha=self._gamma / self._count", "alpha=self._gamma", _REPAIR
+    ),
+    Mutation(
+        "stages/calibration/router_repair.py",
+        "            module.get_parameter(name).copy_(rounded)",
+        "            module.get_parameter(name)",
+        _REPAIR,
+    ),
+    Mutation(
+        "stages/calibration/router_repair.py",
+        "value=1.0) for each in every] if router.bias",
+        "value=0.0) for each in every] if router.bias",
+        _REPAIR,
     ),
 )

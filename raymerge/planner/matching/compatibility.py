@@ -457,13 +457,20 @@ def _head(part: PlacedTensors, pair: TiedPair) -> StoredTensor:
     return tensors.get(pair.head) or tensors[pair.embedding]
 
 
-def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTensors) -> Iterator[str]:
+def router_notes(
+    recipe: Recipe, outputs: Sequence[Output], logical: LogicalTensors, donor: Source
+) -> Iterator[str]:
     infos = logical.infos
     if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
         return
     if isinstance(recipe.router, RouterRepair):
         models = ", ".join(str(each.model) for each in recipe.router.repair)
         yield f"routers are solved for those of {models}, on texts of each (router: repair)"
+        if donor.checkpoint.unwritten is not None:
+            yield (
+                f"{donor.name} lies beside the output until that is in place: room for two is needed, unless "
+                "files share blocks there"
+            )
     elif recipe.router == "merge":
         by = "as 'methods' and merge_method say" if recipe.methods else f"by {recipe.merge_method}"
         yield f"routers are merged {by} (router: merge)"

@@ -480,7 +480,7 @@ class PlanContext:
     def notes(self, outputs: Sequence[Output]) -> tuple[str, ...]:
         chosen, sources = (self.method, *self.ruled), self.resolver.sources
         return (
-            *router_notes(self.recipe, outputs, self.resolver.logical[self.donor]),
+            *router_notes(self.recipe, outputs, self.resolver.logical[self.donor], sources[self.donor]),
             *recipe_notes(self.recipe, chosen, sources, self.sections, sources[self.donor]),
             *self.builder.selectors.notes(),
             *dict.fromkeys(base_notes(self.assignments, self.sections, sources)),
