@@ -92,10 +92,12 @@ def _layer(place: Path, tokens: int, memory: str) -> None:
     began = time.monotonic()
     subprocess.run([*command, "-o", str(place / "statistics")], check=True)
     seconds = time.monotonic() - began
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak, busy = used.ru_maxrss * 1024, used.ru_utime + used.ru_stime
     report = json.loads((place / "statistics" / "raymerge" / "stage.json").read_bytes())["report"]
     count = sum(text["tokens"] for text in report["texts"])
     print(f"{count} tokens in {seconds:.0f} s, {count / seconds:.1f} tokens/s, start and texts included")
+    print(f"{busy:.0f} s of one core, {count / busy:.1f} tokens/s of it")
     print(f"largest memory {peak / 1e9:.1f} GB with --memory {memory}; {machine()}")
 
 

@@ -24,6 +24,7 @@ TRANSPLANT = "transplant/test_transplant.py"
 STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
 JOINT = "execute/test_execute_joint.py"
 LOSS = "loss/test_loss.py"
+CALIBRATION = "calibration/test_calibration_experts.py"
 FISHER = "calibration/test_calibration_fisher.py"
 SEARCH = "recipe_search/test_search_job.py recipe_search/test_search_strategies.py"
 SWEEP = "runtime/test_runtime_sweep.py"
@@ -865,6 +866,31 @@ MUTATIONS = (
     Mutation("recipe_search/trials.py", "elif before[0] != text:", "elif False:", SEARCH),
     Mutation("recipe_search/job.py", "store.forget(range(len(cut)))", "pass", SEARCH),
     Mutation("recipe_search/job.py", "if first <= most:", "if True:", SEARCH),
+    Mutation("stages/calibration/experts.py", "(weights * norms).sum()", "norms.sum()", CALIBRATION),
+    Mutation(
+        "stages/calibration/experts.py", "tokens, given * weights[:, None])", "tokens, given)", CALIBRATION
+    ),
+    Mutation(
+        "stages/calibration/experts.py",
+        "last = ranks[chosen.long()].amax(1)",
+        "last = ranks[chosen.long()].amin(1)",
+        CALIBRATION,
+    ),
+    Mutation(
+        "stages/calibration/blocks.py", "total += unit.read(name)", "total = unit.read(name)", CALIBRATION
+    ),
+    Mutation(
+        "planner/calibration.py",
+        'report["model_digest"] != model_digest(model)',
+        'report["model"] == ""',
+        CALIBRATION,
+    ),
+    Mutation(
+        "runtime/driver/chained_merges.py",
+        "last = planned_as_measured(last, self._root)",
+        "pass",
+        CALIBRATION,
+    ),
     Mutation("stages/texts.py", "tokens[: len(tokens) // step * step] or tokens", "tokens", LOSS),
     # What is pushed, and for whom to see
     Mutation("publish/hub_push.py", "private=not target.is_public", "private=target.is_public", PUSH),
