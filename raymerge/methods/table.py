@@ -23,6 +23,7 @@ from raymerge.methods.nearswap import NEARSWAP
 from raymerge.methods.nuslerp import NUSLERP
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.methods.ram import RAM, RAMPLUS_TL
+from raymerge.methods.regmean import REGMEAN
 from raymerge.methods.sce import SCE
 from raymerge.methods.slerp import SLERP, SLERP_DELTA
 from raymerge.methods.spectral import ISO_C, TSV_M
@@ -62,6 +63,7 @@ _METHODS: Mapping[str, Method] = MappingProxyType(
             ISO_C,
             TSV_M,
             UPCYCLE,
+            REGMEAN,
         )
     }
 )

@@ -5,6 +5,9 @@ By kind the result has, by canonical names:
 
 - ``experts``: for the experts of each layer, by their path, what ``EXPERT_FIGURES`` says, ``[E]`` each; and
   ``.lost`` int64 ``[E + 1]``, the tokens whose experts all are among the n that are dropped first.
+- ``inputs``: for each input that matrices of a layer are multiplied with, by the first of them,
+  ``{matrix}.gram`` float32 ``[in, in]``, the sum of ``x x^T`` over the tokens that it has an input for,
+  divided by the number of all tokens; and ``.count`` int64 ``[1]``, the number of the former.
 - ``fisher``: the information about each tensor of the text model, by its name and of its shape, float32."""
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from raymerge.planner.inputs.sources import (
     holdings,
     make_stage,
 )
+from raymerge.planner.linear_inputs import linear_inputs
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
 from raymerge.planner.parameter_check import check_recipe
@@ -64,8 +68,10 @@ def calibration_stage(
     place: str,
     version: str,
     texts: Sequence[str] = (),
+    only: Sequence[str] = (),
 ) -> Stage:
-    """The stage that runs a model on the texts of ``calibrate``, or on ``texts`` in their place.
+    """The stage that runs a model on the texts of ``calibrate``, or on ``texts`` in their place; ``only`` as
+    in the spec.
 
     ``place``: where in the recipe it is asked for. Raises PlanError: there are no texts, or they cannot be
     read, or the model has nothing of the kind."""
@@ -73,13 +79,14 @@ def calibration_stage(
     if not paths:
         what = f"statistics of {model.name} are needed, and no texts are named to run it on."
         raise PlanError(Problem(place, what, "Add 'calibrate: {texts: [FILE]}'."))
-    spec = CalibrationSpec(model, kind, digested_texts(paths, place), calibrate.tokens, calibrate.length)
+    digested = digested_texts(paths, place)
+    spec = CalibrationSpec(model, kind, digested, calibrate.tokens, calibrate.length, tuple(only))
     return make_stage(
         name=f"@{kind}-{xxhash.xxh3_64_hexdigest(str(model.reference).encode())}",
         title=f"statistics of {model.name} ({kind})",
         place=place,
         spec=spec,
-        tensors=_tensors(kind, model),
+        tensors=_tensors(spec),
         version=version,
     )
 
@@ -151,7 +158,7 @@ def given_statistics(kind: StatisticsKind, model: Source, directory: str, *, pla
         title=f"statistics of {model.name} ({kind})",
         place=place,
         spec=spec,
-        layout=lay_out(_tensors(kind, model)),
+        layout=lay_out(_tensors(spec)),
         digest=record["result"]["digest"],
         made_at=root,
     )
@@ -245,6 +252,16 @@ def _of_experts(model: Source) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{block.canonical}.experts.lost", DType.I64, (count + 1,))
 
 
+def _of_inputs(model: Source) -> Iterator[TensorSpec]:
+    inputs = linear_inputs(model)
+    if not inputs:
+        what = "has no layers with matrices that are known as those of attention or a feed-forward network."
+        raise PlanError(Problem(model.name, what, "Name a language model."))
+    for each in dict.fromkeys(inputs.values()):
+        yield TensorSpec(f"{each.name}.gram", DType.F32, (each.width, each.width))
+        yield TensorSpec(f"{each.name}.count", DType.I64, (1,))
+
+
 _ASIDE = frozenset({Role.MTP, Role.VISION})
 _WITHOUT_GRADIENT = frozenset({Role.BUFFER, Role.ROUTER_BIAS})
 
@@ -262,9 +279,11 @@ def fisher_tensors(model: Source) -> Iterator[TensorSpec]:
 
 _TENSORS: Mapping[StatisticsKind, Callable[[Source], Iterator[TensorSpec]]] = {
     "experts": _of_experts,
+    "inputs": _of_inputs,
     "fisher": fisher_tensors,
 }
 
 
-def _tensors(kind: StatisticsKind, model: Source) -> tuple[TensorSpec, ...]:
-    return tuple(_TENSORS[kind](model))
+def _tensors(spec: CalibrationSpec) -> tuple[TensorSpec, ...]:
+    every = _TENSORS[spec.kind](spec.model)
+    return tuple(each for each in every if not spec.only or each.name.rpartition(".")[0] in spec.only)

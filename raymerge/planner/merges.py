@@ -44,6 +44,7 @@ from raymerge.planner.moe.expert_set import decide_expert_set
 from raymerge.planner.moe.shape import gate_stage, shape_of
 from raymerge.planner.outputs.build import decide_merge, finish_plan
 from raymerge.planner.parameter_check import check_recipe, neutral_recipe
+from raymerge.planner.regmean import makes_by_regmean, regmean_stages, with_mixes
 from raymerge.planner.router_repair import repair_stage
 from raymerge.planner.tokenizer.vocabulary import approximation_of
 from raymerge.planner.transplant import transplant_stages
@@ -81,6 +82,13 @@ def stages_of(
         stages = transplant_stages(recipe, sources, version=version)
     if isinstance(recipe, Recipe):
         stages = (*stages, *method_stages(recipe, sources, version=version))
+    if (
+        isinstance(recipe, Recipe)
+        and makes_by_regmean(recipe)
+        and not isinstance(recipe.router, RouterRepair)
+    ):
+        measured = with_prepared(sources, stages, Path())
+        stages = (*stages, *regmean_stages(recipe, measured, version=version))
     if not made_by:
         return tuple(stages)
     salted = ["/".join((stage.digest, *made_by)).encode() for stage in stages]
@@ -115,7 +123,7 @@ def build_plan(
             case ExpertSetRecipe():
                 return finish_plan(decide_expert_set(recipe, sources, report), version=version)
             case _:
-                return finish_plan(decide_merge(recipe, sources), version=version)
+                return finish_plan(with_mixes(decide_merge(recipe, sources)), version=version)
 
 
 @dataclass(frozen=True, slots=True)

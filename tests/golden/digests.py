@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 DIGESTS = Path(__file__).with_name("digests.json")
 SHARED = ROOT.parent / "shared"
-BY_BLAS = ("own: moe-hidden", "own: fisher", "packs: recipes-in-use/120-moe")
+BY_BLAS = ("own: moe-hidden", "own: fisher", "own: regmean", "packs: recipes-in-use/120-moe")
 """Merges with what a model's run gives, which processors round each in their way."""
 Case = tuple[str, str | Mapping[str, Any], Path]
 """Name, recipe or its file, and the directory that its paths begin at."""

@@ -78,6 +78,12 @@ def recipes(family: Family) -> dict[str, dict[str, Any]]:
             "models": [{"model": base}, {"model": str(family.tunes[0])}],
             "parameters": {"t": 0.4},
         },
+        # Without what stages measure of other tensors.
+        "regmean": {
+            "merge_method": "linear",
+            "models": _models(family, {"weight": 0.3}),
+            "methods": [{"role": ["norm", "embedding"], "merge_method": "regmean"}],
+        },
         "upcycle": {
             "merge_method": "upcycle",
             "models": [{"model": str(family.tunes[0]), "parameters": _UPCYCLED}],

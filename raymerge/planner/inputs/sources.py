@@ -51,6 +51,7 @@ from raymerge.checkpoints.source import (
     same_bytes,
 )
 from raymerge.documents.fields import FieldPath
+from raymerge.dtypes import DType
 from raymerge.errors import (
     CheckpointError,
     NotCachedError,
@@ -206,6 +207,8 @@ class CalibrationSpec:
     """Most tokens of each text."""
     length: int | None
     """Tokens of a window; None for the usual number."""
+    only: tuple[str, ...] = ()
+    """What statistics are made of, by its name without the figure; empty for all that the model has."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -259,7 +262,59 @@ class RepairSpec:
         return replace(self, merged=opened(self.merged), models=tuple(map(opened, self.models)))
 
 
-StageSpec: TypeAlias = GateSpec | AlignSpec | TransplantSpec | CalibrationSpec | RepairSpec
+@dataclass(frozen=True, slots=True)
+class MixedMatrices:
+    """Matrices of an output that one set of Gram matrices is for; several sources have them."""
+
+    name: str
+    """Logical name of the first of them."""
+    members: tuple[str, ...]
+    """Logical names of all."""
+    models: tuple[int, ...]
+    """The sources that take part, among those of the stage."""
+    grams: tuple[str, ...]
+    """What the input is called in each of them."""
+    width: int
+    layer: int
+    is_turned: bool
+    """Whether they are stored ``[in, out]``."""
+    alpha: float
+    ridge: float
+
+    def mix(self, position: int) -> str:
+        """The tensor of the result for one of the sources, by its place among those that take part."""
+        return f"{self.name}.{position}"
+
+
+@dataclass(frozen=True, slots=True)
+class RegMeanSpec:
+    """What the matrices of sources are multiplied with before they are added (RegMean, arXiv 2212.09849).
+
+    The result has ``N A_i - I`` float32 ``[in, in]`` for each source of each of ``matrices``, transposed
+    where these are stored ``[in, out]``."""
+
+    statistics: tuple[Stage, ...]
+    """One for each source, of its inputs."""
+    matrices: tuple[MixedMatrices, ...]
+    is_sequential: bool
+    """Whether inputs are those behind merged layers (RegMean++, arXiv 2508.03121)."""
+    dtype: DType | None
+    """Of the merged layers; None for that of each tensor in the first source."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(source for stage in self.statistics for source in stage.spec.sources)
+
+    @property
+    def owner(self) -> Source:
+        return self.sources[0]
+
+    def over(self, opened: Callable[[Source], Source]) -> RegMeanSpec:
+        stages = [replace(stage, spec=stage.spec.over(opened)) for stage in self.statistics]
+        return replace(self, statistics=tuple(stages))
+
+
+StageSpec: TypeAlias = GateSpec | AlignSpec | TransplantSpec | CalibrationSpec | RepairSpec | RegMeanSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,9 +435,14 @@ def _plain(spec: StageSpec) -> dict[str, Any]:
         return {"kind": "align", "sources": sources, "layers": spec.layers, "neurons": spec.neurons}
     if isinstance(spec, TransplantSpec):
         return _plain_transplant(spec)
+    if isinstance(spec, RegMeanSpec):
+        made_of = [stage.digest for stage in spec.statistics]
+        matrices = [asdict(each) for each in spec.matrices]
+        way = [spec.is_sequential, None if spec.dtype is None else spec.dtype.value]
+        return {"kind": "regmean", "of": made_of, "matrices": matrices, "way": way}
     if isinstance(spec, CalibrationSpec):
         texts = [each.digest for each in spec.texts]
-        asked = {"texts": texts, "tokens": spec.num_tokens, "length": spec.length}
+        asked = {"texts": texts, "tokens": spec.num_tokens, "length": spec.length, "only": spec.only}
         return {"kind": "calibration", "statistics": spec.kind, "model": _fingerprints(spec.model), **asked}
     if isinstance(spec, RepairSpec):
         domains = [[each.digest for each in own] for own in spec.texts]

@@ -276,6 +276,11 @@ class _Orientations:
         return next(iter(everywhere)) if len(everywhere) == 1 else factor.transposed
 
 
+def is_conv1d(name: str, model_type: str) -> bool:
+    """Whether a weight is that of transformers' Conv1D, which stores it ``[in, out]``."""
+    return model_type in _CONV1D_TYPES and name.rpartition(".")[0].rpartition(".")[2] in _CONV1D_MODULES
+
+
 def _leaf(factor: Factor) -> str:
     return factor.module.rpartition(".")[2]
 

@@ -22,6 +22,7 @@ from raymerge.planner.inputs.sources import (
     CalibrationSpec,
     GateSpec,
     Prepared,
+    RegMeanSpec,
     RepairSpec,
     Source,
     Stage,
@@ -69,6 +70,10 @@ def work_of(stage: Stage) -> StageWork:
         from raymerge.stages.calibration.work import CalibrationWork
 
         return CalibrationWork(stage, stage.spec)
+    if isinstance(stage.spec, RegMeanSpec):
+        from raymerge.stages.calibration.regmean import regmean_work
+
+        return regmean_work(stage, stage.spec)
     from raymerge.stages.alignment import align_work
 
     return align_work(stage)

@@ -22,6 +22,7 @@ from raymerge.planner.inputs.sources import RESULT_FILE, CalibrationSpec, Stage,
 from raymerge.stages.calibration.blocks import Block, Statistics, Walk, blocks_of, num_tokens, tokens_of_few
 from raymerge.stages.calibration.experts import ExpertStatistics
 from raymerge.stages.calibration.fisher import FisherStatistics
+from raymerge.stages.calibration.inputs import InputStatistics
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import LayerStream, kept_nbytes
 from raymerge.stages.texts import Text, TextReader
@@ -33,22 +34,27 @@ KIND = "calibration"
 _KINDS: Mapping[StatisticsKind, Callable[[CalibrationSpec], Statistics]] = {
     "experts": ExpertStatistics,
     "fisher": FisherStatistics,
+    "inputs": InputStatistics,
 }
-_SUMS = "unit-{}.safetensors"
+_SUMS = "{}unit-{}.safetensors"
 
 
 class CalibrationWork:
     """Statistics of one model. Texts are read where it is made, and travel as tokens."""
 
-    def __init__(self, stage: Stage, spec: CalibrationSpec, texts: Sequence[Text] | None = None) -> None:
+    def __init__(
+        self, stage: Stage, spec: CalibrationSpec, texts: Sequence[Text] | None = None, prefix: str = ""
+    ) -> None:
+        """``prefix``: of the names of its files, where several share a directory."""
+        self._prefix = prefix
         self._stage = stage
         self._spec = spec
         self._given = texts
         self._statistics = _KINDS[spec.kind](spec)
         self._stream = LayerStream(spec.model, self._statistics.purpose)
 
-    def __reduce__(self) -> tuple[type[CalibrationWork], tuple[Stage, CalibrationSpec, Sequence[Text]]]:
-        return type(self), (self._stage, self._spec, self._texts)
+    def __reduce__(self) -> tuple[type[CalibrationWork], tuple[Stage, CalibrationSpec, Sequence[Text], str]]:
+        return type(self), (self._stage, self._spec, self._texts, self._prefix)
 
     @cached_property
     def _reader(self) -> TextReader:
@@ -103,9 +109,10 @@ class CalibrationWork:
     ) -> tuple[int, int]:
         # Those of attempts that were killed take room. One that was given up but is still alive has its file
         # open, and writes other states: each has a file of its own.
-        for left in staging.glob(f"spill-{number}-*"):
+        spilled = f"{self._prefix}spill-{number}-"
+        for left in staging.glob(f"{spilled}*"):
             shutil.rmtree(left, ignore_errors=True)
-        spill = Path(tempfile.mkdtemp(prefix=f"spill-{number}-", dir=staging))
+        spill = Path(tempfile.mkdtemp(prefix=spilled, dir=staging))
         names = [text.name for text in self._texts]
         budget -= self._own_nbytes
         block, model = self._blocks[number], self._spec.model
@@ -121,17 +128,16 @@ class CalibrationWork:
             shutil.rmtree(spill, ignore_errors=True)
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        return {_SUMS.format(number): ()}
+        return {_SUMS.format(self._prefix, number): ()}
 
     def conclude(self, staging: Path) -> dict[str, Any]:
         spec = self._spec
         with LocalStore(staging) as store:
-            units = [self._sums(store, number) for number in range(self.num_units)]
+            units = self.units(store)
             result = TensorFile(store, RESULT_FILE, self._stage.layout)
             result.create()
             report = self._statistics.conclude(units, result)
             result.sync()
-        counts = [sum(len(window.tokens) for window in text.windows) for text in self._texts]
         return {
             "kind": KIND,
             "statistics": spec.kind,
@@ -139,13 +145,26 @@ class CalibrationWork:
             "model_digest": model_digest(spec.model),
             "tokens": spec.num_tokens,
             "length": spec.length,
-            "texts": [
-                {"path": text.path, "digest": text.digest, "tokens": count}
-                for text, count in zip(spec.texts, counts, strict=True)
-            ],
+            "texts": texts_report(spec, self._texts),
             **report,
         }
 
+    def units(self, store: LocalStore) -> list[TensorFile]:
+        """What the units left, in order."""
+        return [self._sums(store, number) for number in range(self.num_units)]
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        return self._texts
+
     def _sums(self, store: LocalStore, number: int) -> TensorFile:
         layout = lay_out(self._statistics.sums(self._blocks[number]))
-        return TensorFile(store, _SUMS.format(number), layout)
+        return TensorFile(store, _SUMS.format(self._prefix, number), layout)
+
+
+def texts_report(spec: CalibrationSpec, texts: Sequence[Text]) -> list[dict[str, Any]]:
+    counts = [sum(len(window.tokens) for window in text.windows) for text in texts]
+    return [
+        {"path": text.path, "digest": text.digest, "tokens": count}
+        for text, count in zip(spec.texts, counts, strict=True)
+    ]
