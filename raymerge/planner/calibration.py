@@ -233,6 +233,9 @@ def digested_texts(paths: Sequence[str], place: str) -> tuple[CalibrationText, .
             content = None
         if content is None:
             problems.append(Problem(f"{place}: {path}", "there is no such file.", "Name a file of text."))
+        elif not content.strip():
+            what = "gives no token: there is nothing in it."
+            problems.append(Problem(f"{place}: {path}", what, "Name a file with more text in it."))
         else:
             texts.append(CalibrationText(path, xxhash.xxh3_128_hexdigest(content)))
     if problems:

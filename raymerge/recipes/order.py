@@ -239,3 +239,7 @@ def _calibrated(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
             yield recipe.where("models", entry_index, "texts", index), text
         if entry.statistics is not None:
             yield recipe.where("models", entry_index, "statistics"), entry.statistics
+    router = recipe.router if isinstance(recipe, Recipe) else None
+    for domain_index, domain in enumerate(router.repair if isinstance(router, RouterRepair) else ()):
+        for index, text in enumerate(domain.texts):
+            yield recipe.where("router", REPAIR, domain_index, "texts", index), text

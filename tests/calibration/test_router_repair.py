@@ -243,6 +243,8 @@ def test_what_cannot_be_repaired_is_refused_before_anything_is_made(tmp_path: Pa
     assert "models[1]: 'router: repair' runs texts" in _refused(recipe)
     recipe["models"][1]["texts"] = [str(tmp_path / "absent.txt")]
     assert "there is no such file" in _refused(recipe)
+    (tmp_path / "absent.txt").write_text("\n")
+    assert "there is nothing in it" in _refused(recipe)
     assert "experts in one order" in _refused(merge.recipe(align="experts"))
     reading_model(tmp_path / "dense", "llama")
     dense = [{**recipe["models"][0], "model": str(tmp_path / "dense")}]

@@ -111,7 +111,9 @@ class RepairWork:
         experts, width = map(max, zip(*(router.shape for router in self._spec.routers), strict=True))
         counts = [sum(len(window.tokens) for window in text.windows) for text in self._texts]
         scored = sum(counts[text] for own in self._domains for text in own)
-        return 2 * kept_nbytes(sum(counts), width + 1) + solver_nbytes(experts, width + 1, scored)
+        return 2 * kept_nbytes(sum(counts), width + 1) + solver_nbytes(
+            experts, width + 1, scored, len(self._domains)
+        )
 
     @cached_property
     def _domains(self) -> tuple[tuple[int, ...], ...]:

@@ -86,10 +86,12 @@ def solve_router(
     return Solution(router, iterations, square**0.5 / length if length else 0.0)
 
 
-def solver_nbytes(num_experts: int, width: int, num_tokens: int) -> int:
+def solver_nbytes(num_experts: int, width: int, num_tokens: int, num_domains: int) -> int:
     """Peak memory in bytes beside the inputs: scores of all tokens, a block of them, and matrices."""
     block = BLOCK_TOKENS * (2 * width + 6 * num_experts)
-    return torch.float64.itemsize * (num_tokens * num_experts + block + 12 * num_experts * width)
+    # A router, a diagonal and a product of each domain, and those of the system.
+    matrices = (8 + 4 * num_domains) * num_experts * width
+    return torch.float64.itemsize * (num_tokens * num_experts + block + matrices)
 
 
 class _Curvature:
