@@ -642,8 +642,8 @@ class StreamedModel:
         return max(sum(each.nbytes - self._kept_bytes(each) for each in layer) for layer in self._inside)
 
     def backward_bytes(self, shape: Shape, num_windows: int) -> int:
-        """Bytes of memory beside ``least_bytes`` for the way back: of a layer the gradient, the graph of one
-        window of batches of a shape, and sums in float64; of the head a graph for a batch."""
+        """Bytes of memory beside ``least_bytes`` for the way back: of a layer the gradient, its squares, the
+        graph of one window of batches of a shape, and sums in float64; of the head a graph for a batch."""
         inside = max(sum(each.nbytes for each in layer) for layer in self._inside)
         every = [*self._outside, *(each for layer in self._inside for each in layer)]
         experts = expert_fields(self._base.checkpoint.config, self._base.rules)
@@ -652,7 +652,7 @@ class StreamedModel:
         # A gradient of each window is held until all rows of the head have added to it.
         vectors = num_windows * sum(each.nbytes for each in self._outside if len(each.shape) < 2)
         head = self.head_bytes(shape, 2 * self.fewest_rows)
-        return max(3 * inside + graph, head + vectors) + 3 * self.outside_bytes
+        return max(4 * inside + graph, head + vectors) + 3 * self.outside_bytes
 
     def call_bytes(self, shape: Shape) -> int:
         """Most bytes of the masks and positions in the layer calls for a batch of a shape."""
@@ -673,19 +673,21 @@ class StreamedModel:
     def embed(self, tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
         """The input of the first layer, float32 ``[B, T, hidden]``, for tokens ``[B, T]`` on the CPU, and the
         bytes read for it."""
-        name = self.embedding_name
-        used, height = torch.unique(tokens), self._weights.shape(name)[0]
-        at_once = max(1, _READ_NBYTES * height // self._weights.nbytes(name))
-        rows = self._weights.read_rows(name, used.tolist(), at_once=at_once).to(device)
-        nbytes = self._weights.nbytes(name) * len(used) // height
-        return self._run(tokens.to(device), used.to(device), rows)[0].hidden, nbytes
+        used, rows = self._rows_of(tokens)
+        nbytes = self._weights.nbytes(self.embedding_name) * len(used) // self.num_tokens
+        return self._run(tokens.to(device), used.to(device), rows.to(device))[0].hidden, nbytes
+
+    def _rows_of(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens in rising order, each once, and their rows of the embedding."""
+        name, used = self.embedding_name, torch.unique(tokens)
+        at_once = max(1, _READ_NBYTES * self.num_tokens // self._weights.nbytes(name))
+        return used, self._weights.read_rows(name, used.tolist(), at_once=at_once)
 
     def embed_graph(self, tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of the first layer with a graph, and the leaf of that: the rows of the embedding of all
         tokens, in rising order."""
-        used = torch.unique(tokens)
-        rows = self._weights.read_rows(self.embedding_name, used.tolist()).to(device)
-        with self._embedded(used.to(device), rows), torch.enable_grad():
+        used, rows = self._rows_of(tokens)
+        with self._embedded(used.to(device), rows.to(device)), torch.enable_grad():
             leaf = self._embedding.weight.requires_grad_()
             given = tokens.to(device)
             calls = recorded(

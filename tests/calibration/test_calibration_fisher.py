@@ -143,7 +143,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     bare: dict[str, Any] = {**good, "models": [{"model": str(a)}, {"model": str(b)}]}
     swapped = [{"model": str(a), "statistics": str(given_fisher(b))}, good["models"][1]]
     text = str(write_text(tmp_path / "text.txt", 30))
+    expert = {"source_model": str(b), "positive_prompts": ["w5"]}
+    trunk = {"trunk": {"merge_method": "fisher"}, "gate_mode": "random"}
     for recipe, words in (
+        ({"base_model": str(a), "experts": [expert, expert], **trunk}, "statistics of all models"),
         (bare, "no texts are named"),
         ({**good, "models": swapped}, f"which is not {a}"),
         ({**bare, "calibrate": {"texts": [text], "model": "merged"}}, "those of each source"),

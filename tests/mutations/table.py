@@ -900,10 +900,7 @@ MUTATIONS = (
     # Fisher information
     Mutation("stages/calibration/backward.py", "if is_tied and weight is not None:", "if False:", FISHER),
     Mutation(
-        "stages/calibration/backward.py",
-        "sums.add_(gradient.square_())",
-        "sums.add_(gradient.abs_())",
-        FISHER,
+        "stages/calibration/backward.py", "sums.add_(gradient.square())", "sums.add_(gradient.abs())", FISHER
     ),
     Mutation(
         "planner/outputs/ops.py",

@@ -532,6 +532,10 @@ class InputResolver:
         instead = whole_place(replaced)._replace(half_split_heads=place.half_split_heads)
         return ResolvedInput(laid.store, instead, factor, adapter)
 
+    def has_statistics(self, kind: str, source: int) -> bool:
+        """Whether a calibration of a source is there."""
+        return (source, kind) in self._statistics
+
     def statistics(self, kind: str, source: int, name: str, logical: str) -> ResolvedInput | None:
         """What a calibration of a source has of a logical tensor, as ``find`` is asked for it."""
         store, tensors = self._statistics.get((source, kind), (-1, {}))

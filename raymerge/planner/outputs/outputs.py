@@ -316,11 +316,23 @@ class OutputBuilder:
         method, aligned = chosen.assignment.method, chosen.aligned
         if method.statistics is None:
             return chosen
+        have = (self._resolver.has_statistics(method.statistics, each.source) for each, _ in chosen.members)
+        if not all(have):
+            self._lacks_statistics(chosen)
         lead = self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
         if self._ops.have_statistics(chosen) and not self.embeddings.concerns(chosen, lead):
             return chosen
         self._uninformed.setdefault(method.name, []).append(aligned.output)
         return chosen._replace(assignment=replace(chosen.assignment, method=MEAN))
+
+    def _lacks_statistics(self, chosen: BoundOutput) -> None:
+        method = chosen.assignment.method.name
+        self.findings.tensor(
+            self._recipe.where(*chosen.assignment.path),
+            f"{method} would make {{count}} tensors by statistics of all models, and some have none",
+            f"Use {method} in a merge of its own that lists every model, and name the result here.",
+            example=chosen.aligned.output,
+        )
 
     def notes(self) -> Iterator[str]:
         for method, names in self._uninformed.items():

@@ -33,10 +33,10 @@ class Squares:
         }
 
     def add(self, name: str, gradient: torch.Tensor | None, *, matrix: int | None = None) -> None:
-        """Add one window's gradient, which is overwritten: of all of a parameter, or of one matrix of it."""
+        """Add one window's gradient: of all of a parameter, or of one matrix of it."""
         if gradient is not None and name in self._sums:
             sums = self._sums[name] if matrix is None else self._sums[name][matrix]
-            sums.add_(gradient.square_())
+            sums.add_(gradient.square())
 
     def write(self, write: WriteRows, *, first: int | None = None) -> None:
         """``first``: the first row in the tensor that the parameters are rows of."""
