@@ -5,6 +5,10 @@
 ``layer``: a model of one layer as DeepSeek-V3's, 7168 wide with 256 experts in FP8, random codes, is
 calibrated (``raymerge calibrate --inline``) on as many tokens of random words. Prints the largest memory of
 that process, and tokens per second; 12 GB of disk, some minutes.
+
+    python tests/benchmarks/calibration.py fisher
+
+``fisher``: what merges by Fisher information lose on held-out text, and the plain mean; half an hour.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import machine
+from benchmarks.text_halves import measure_fisher
 from kits.checkpoint_maker import write_json
 from kits.deepseek_headers import V3_CONFIG, deepseek_v3_specs
 from kits.tokenizer_maker import CHATML_CONFIG, word_level, write_tokenizer
@@ -108,8 +113,12 @@ def main(arguments: Sequence[str]) -> int:
     layer.add_argument("--place", type=Path, default=None)
     layer.add_argument("--tokens", type=int, default=4096)
     layer.add_argument("--memory", default="12GiB")
+    parts.add_parser("fisher")
     asked = parser.parse_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if asked.part == "fisher":
+        measure_fisher()
+        return 0
     with tempfile.TemporaryDirectory(dir=asked.place) as place:
         _layer(Path(place), asked.tokens, asked.memory)
     return 0

@@ -1,0 +1,87 @@
+"""Fisher merges of the quickstart's three fine-tunes, beside their mean.
+
+Each held-out text is cut in two: what is calibrated on one half is judged on the other, and the other way
+round."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+import raymerge
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
+DOMAINS = ("code", "english", "french")
+LENGTH = 256
+"""Tokens of a window that is judged."""
+INLINE = raymerge.RunOptions(inline=True, threads=1)
+
+
+def _halves(texts: Path, place: Path) -> tuple[Mapping[str, Path], Mapping[str, Path]]:
+    """Of each domain the two halves of its text, cut at a line."""
+    made: tuple[dict[str, Path], dict[str, Path]] = ({}, {})
+    for domain in DOMAINS:
+        lines = (texts / f"valid-{domain}.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+        sizes = [len("".join(lines[:count])) for count in range(len(lines) + 1)]
+        middle = min(range(len(sizes)), key=lambda count: abs(2 * sizes[count] - sizes[-1]))
+        for number, part in enumerate((lines[:middle], lines[middle:])):
+            made[number][domain] = place / f"{domain}-{number}.txt"
+            made[number][domain].write_text("".join(part), encoding="utf-8")
+    return made
+
+
+def _judged(recipe: Mapping[str, Any], texts: Mapping[str, Path], place: Path) -> list[float]:
+    """The loss of each domain under what a recipe makes."""
+    raymerge.submit(recipe, place, INLINE)
+    return [text.loss for text in raymerge.evaluate(place, list(texts.values()), length=LENGTH).texts]
+
+
+Recipe = Callable[[Mapping[str, Path]], Mapping[str, Any]]
+"""Of the texts that may be calibrated on."""
+
+
+def _crossed(name: str, recipe: Recipe, parts: tuple[Mapping[str, Path], Mapping[str, Path]]) -> str:
+    with tempfile.TemporaryDirectory() as out:
+        losses = [
+            _judged(recipe(parts[number]), parts[1 - number], Path(out) / f"{number}") for number in (0, 1)
+        ]
+    by_domain = [mean(each) for each in zip(*losses, strict=True)]
+    return f"| {name} | {' | '.join(f'{each:.4f}' for each in (*by_domain, mean(by_domain)))} |"
+
+
+def _fisher_recipes(models: Path) -> Iterator[tuple[str, Recipe]]:
+    def entries(more: Mapping[str, Path]) -> list[dict[str, Any]]:
+        return [
+            {"model": str(models / each), "parameters": {"weight": 1.0}}
+            | ({"texts": [str(more[each])]} if more else {})
+            for each in DOMAINS
+        ]
+
+    yield "linear", lambda _: {"merge_method": "linear", "models": entries({}), "dtype": "bfloat16"}
+    for length in (256, 64):
+        for root in (False, True):
+
+            def recipe(texts: Mapping[str, Path], length: int = length, root: bool = root) -> dict[str, Any]:
+                return {
+                    "merge_method": "fisher",
+                    "models": entries(texts),
+                    "parameters": {"root": root},
+                    "calibrate": {"length": length},
+                    "dtype": "bfloat16",
+                }
+
+            yield f"fisher, windows of {length} tokens{', root' if root else ''}", recipe
+
+
+def measure_fisher() -> None:
+    torch.set_num_threads(1)
+    print("| merge of the three | code | English | French | mean |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as place:
+        parts = _halves(QUICKSTART / "texts", Path(place))
+        for name, recipe in _fisher_recipes(QUICKSTART / "models"):
+            print(_crossed(name, recipe, parts), flush=True)
