@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kits.calibrations import make, reading_model, stage_of, windows_of, write_text
+from kits.checkpoint_maker import write_json
 from kits.command_line import run_command
 from kits.layer_streams import open_base
 from safetensors.torch import load_file, save_file
@@ -101,6 +102,75 @@ def test_figures_are_those_of_the_formula(tmp_path: Path, name: str, stored: str
         torch.testing.assert_close(found["weight"], own["weight"], rtol=1e-5, atol=0)
         torch.testing.assert_close(found["largest"], own["largest"], rtol=1e-5, atol=0)
         assert found["lost"].tolist()[::4] == [0, LENGTH * len(windows)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "mixtral",
+            "gpt_oss",
+            "qwen2_moe",
+            "qwen3_next",
+            "glm4_moe",
+            "deepseek_v2",
+            "granitemoe",
+            "lfm2_moe",
+        ),
+        *("phimoe", "minimax_m2", "hunyuan_v1_moe", "ernie4_5_moe", "flex_olmo"),
+    ],
+)
+def test_other_families_route_as_the_whole_model_does(tmp_path: Path, name: str) -> None:
+    """Each layer is given what the layers before give with their experts run one by one."""
+    model = reading_model(tmp_path / "model", name, dtype=torch.float32)
+    text = write_text(tmp_path / "text.txt", 90)
+    made = make(stage_of(model, "experts", [text], length=LENGTH), tmp_path / "made").tensors
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, **eager)
+    seen: list[torch.Tensor] = []
+
+    def note_sums(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        _, chosen, weights = (*args, *kwargs.values())
+        seen.append(torch.zeros(module.num_experts).index_add_(0, chosen.flatten(), weights.flatten()))
+
+    for module in whole.modules():
+        if hasattr(module, "num_experts") and type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(note_sums, with_kwargs=True)
+    with torch.no_grad():
+        whole.eval()(torch.tensor(windows_of(text, LENGTH)), use_cache=False)
+    weights = [made[key] for key in sorted(made) if key.endswith(".weight")]
+    assert len(weights) == len(seen) > 0
+    for own, expected in zip(weights, seen, strict=True):
+        torch.testing.assert_close(own, expected.double(), rtol=1e-4, atol=1e-6)
+
+
+def test_layers_that_draft_are_dropped_by_the_size_of_their_experts(tmp_path: Path) -> None:
+    reading_model(tmp_path / "model", "deepseek_v3")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+        tensors[name.replace("layers.2", "layers.3")] = tensors[name].clone()
+    head = "model.layers.3."
+    tensors |= {f"{head}{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{head}eh_proj.weight"] = torch.ones(32, 64)
+    tensors |= {f"{head}{name}.weight": torch.ones(64, 32) for name in ("embed_tokens", "shared_head.head")}
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "model" / "config.json").read_bytes())
+    write_json(tmp_path / "model" / "config.json", config | {"num_nextn_predict_layers": 1})
+    text = write_text(tmp_path / "text.txt", 60)
+    raymerge.calibrate(tmp_path / "model", [text], tmp_path / "made", RunOptions(inline=True), length=LENGTH)
+
+    def size(expert: int) -> float:
+        gate, up, down = (
+            tensors[f"{head}mlp.experts.{expert}.{part}_proj.weight"].double().norm()
+            for part in ("gate", "up", "down")
+        )
+        return float(down * torch.hypot(gate, up))
+
+    first, second = sorted(sorted(range(4), key=size)[:2])
+    experts = {"drop": 2, "scores": str(tmp_path / "made")}
+    notes = raymerge.plan({"base_model": str(tmp_path / "model"), "experts": experts}).manifest["notes"]
+    assert f"layer 3: left out for the lowest scores: {first}, {second}" in notes
 
 
 def test_tokens_lost_are_those_with_no_expert_left() -> None:
