@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kits.calibrations import reading_model, windows_of, write_text
+from kits.calibrations import reading_model, windows_of
 from kits.layer_streams import KINDS
+from kits.router_merges import LENGTH, RouterMerge
 from safetensors.torch import load_file
 
 import raymerge
@@ -20,7 +21,6 @@ from raymerge.events import Ended, StageReport, StageStarted, StepKept
 from raymerge.options import RunOptions
 from raymerge.stages.calibration.router_solver import Domain, Scoring, solve_router
 
-LENGTH = 9
 Matrix = torch.Tensor
 
 
@@ -81,42 +81,9 @@ def test_a_solver_that_is_stopped_early_says_so() -> None:
     assert solution.num_iterations == 2
 
 
-class _Merge:
-    """Two tiny mixtures with a text each, and their merge by transformers' own code."""
-
-    def __init__(
-        self, root: Path, kind: str, *, seeds: tuple[int, int] = (1, 2), dtype: Any = torch.float32
-    ) -> None:
-        self.root = root
-        self.kind = kind
-        self.models = [root / f"model-{number}" for number in (0, 1)]
-        self.texts = [root / f"text-{number}.txt" for number in (0, 1)]
-        for model, text, seed in zip(self.models, self.texts, seeds, strict=True):
-            reading_model(model, kind, seed=seed, dtype=dtype)
-            write_text(text, 50, seed=seed)
-
-    def recipe(self, **more: Any) -> dict[str, Any]:
-        models = [
-            {"model": str(model), "texts": [str(text)], "parameters": {"weight": 0.5}}
-            for model, text in zip(self.models, self.texts, strict=True)
-        ]
-        calibrate = {"length": LENGTH}
-        return {
-            "merge_method": "linear",
-            "models": models,
-            "router": "repair",
-            "calibrate": calibrate,
-            **more,
-        }
-
-    def submit(self, name: str = "out", *, on_event: Any = None, workers: int = 0, **more: Any) -> Path:
-        options = RunOptions(workers=workers) if workers else RunOptions(inline=True)
-        raymerge.submit(self.recipe(**more), self.root / name, options, on_event=on_event)
-        return self.root / name
-
-    def load(self, model: Path) -> Any:
-        architecture = getattr(transformers, KINDS[self.kind].architecture)
-        return architecture.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).eval()
+def _load(merge: RouterMerge, model: Path) -> Any:
+    architecture = getattr(transformers, KINDS[merge.kind].architecture)
+    return architecture.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def _routers(model: Any) -> dict[str, torch.nn.Module]:
@@ -142,9 +109,9 @@ def _whole(router: Any) -> Matrix:
     return torch.cat([router.weight, *bias], 1).detach().double()
 
 
-def _repaired(merge: _Merge, merged: Path, scoring: str) -> dict[str, Matrix]:
+def _repaired(merge: RouterMerge, merged: Path, scoring: str) -> dict[str, Matrix]:
     """The routers as the paper and the documentation have them, with whole models in memory."""
-    model, sources = merge.load(merged), [_routers(merge.load(each)) for each in merge.models]
+    model, sources = _load(merge, merged), [_routers(_load(merge, each)) for each in merge.models]
     made: dict[str, Matrix] = {}
     for name, router in _routers(model).items():
         inputs = [_inputs(model, router, text) for text in merge.texts]
@@ -166,7 +133,7 @@ def _repaired(merge: _Merge, merged: Path, scoring: str) -> dict[str, Matrix]:
 def test_repaired_routers_are_those_of_whole_models_and_the_rest_is_the_merge(
     tmp_path: Path, kind: str, scoring: str
 ) -> None:
-    merge, reports = _Merge(tmp_path, kind), list[StageReport]()
+    merge, reports = RouterMerge(tmp_path, kind), list[StageReport]()
     out = merge.submit(
         on_event=lambda event: reports.append(event) if isinstance(event, StageReport) else None
     )
@@ -199,13 +166,13 @@ def _mean(report: dict[str, Any], when: str) -> float:
 
 
 def test_equal_sources_keep_their_routers(tmp_path: Path) -> None:
-    merge = _Merge(tmp_path, "olmoe", seeds=(3, 3), dtype=torch.bfloat16)
+    merge = RouterMerge(tmp_path, "olmoe", seeds=(3, 3), dtype=torch.bfloat16)
     out, source = _tensors(merge.submit()), _tensors(merge.models[0])
     assert {name for name in source if not torch.equal(out[name], source[name])} == set()
 
 
 def test_a_stopped_run_goes_on_and_can_be_replayed(tmp_path: Path) -> None:
-    merge = _Merge(tmp_path, "olmoe", dtype=torch.bfloat16)
+    merge = RouterMerge(tmp_path, "olmoe", dtype=torch.bfloat16)
     whole, events = _tensors(merge.submit("whole")), list[object]()
 
     def stop(event: object) -> None:
@@ -225,8 +192,8 @@ def test_a_stopped_run_goes_on_and_can_be_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
-    merge = _Merge(tmp_path, "olmoe", dtype=torch.bfloat16)
-    one, two = (_tensors(merge.submit(f"out-{count}", workers=count)) for count in (1, 2))
+    merge = RouterMerge(tmp_path, "olmoe", dtype=torch.bfloat16)
+    one, two = (_tensors(merge.submit(f"out-{count}", options=RunOptions(workers=count))) for count in (1, 2))
     assert all(torch.equal(each, two[name]) for name, each in one.items())
 
 
@@ -237,7 +204,7 @@ def _refused(recipe: dict[str, Any]) -> str:
 
 
 def test_what_cannot_be_repaired_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    merge = _Merge(tmp_path, "olmoe")
+    merge = RouterMerge(tmp_path, "olmoe")
     recipe = merge.recipe()
     del recipe["models"][1]["texts"]
     assert "models[1]: 'router: repair' runs texts" in _refused(recipe)
@@ -265,7 +232,7 @@ def test_a_base_without_texts_of_its_own_has_no_say() -> None:
 
 
 def test_a_router_that_is_not_linear_is_refused(tmp_path: Path) -> None:
-    merge, events = _Merge(tmp_path, "dbrx"), list[object]()
+    merge, events = RouterMerge(tmp_path, "dbrx"), list[object]()
     with pytest.raises(UserError, match="does not give experts by a softmax or a sigmoid"):
         merge.submit(on_event=events.append)
     assert [type(event) for event in events] == [Ended]

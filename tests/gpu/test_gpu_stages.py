@@ -14,6 +14,7 @@ from kits.checkpoint_maker import tiny_llama
 from kits.gate_stages import make, random_texts, reading_base, stage_of, three_experts
 from kits.marks import slow_but
 from kits.merge_cases import make_family, merge, recipes
+from kits.router_merges import RouterMerge
 from kits.simulated_gpu import simulated_gpu, without_gpu
 from kits.transplants import BYTE_LEVEL, METASPACE, byte_level, metaspace, plain_text, transplant, write_model
 
@@ -68,6 +69,16 @@ def test_losses(tmp_path: Path) -> None:
             found = measured("cuda")
         assert found == replace(expected, device="cuda")
         assert gpu.operations > 0
+
+
+@pytest.mark.slow
+def test_routers_are_repaired(tmp_path: Path) -> None:
+    routers = RouterMerge(tmp_path, "gpt_oss")
+
+    def make(device: Device, root: Path) -> Path:
+        return routers.submit(str(root), options=RunOptions(inline=True, device=device))
+
+    _check("model.safetensors", tmp_path / "out", make)
 
 
 @pytest.mark.slow

@@ -68,23 +68,23 @@ class RepairWork:
 
     def __init__(self, stage: Stage, spec: RepairSpec, texts: Sequence[Text] | None = None) -> None:
         self._stage = stage
-        self._spec = spec
+        self.spec = spec
         self._given = texts
         self._stream = LayerStream(spec.merged, REPAIR)
 
     def __reduce__(self) -> tuple[type[RepairWork], tuple[Stage, RepairSpec, Sequence[Text]]]:
-        return type(self), (self._stage, self._spec, self._texts)
+        return type(self), (self._stage, self.spec, self._texts)
 
     @cached_property
     def _paths(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(text.path for own in self._spec.texts for text in own))
+        return tuple(dict.fromkeys(text.path for own in self.spec.texts for text in own))
 
     @cached_property
     def _texts(self) -> Sequence[Text]:
         """Each once, whichever domains it belongs to."""
         if self._given is not None:
             return self._given
-        spec = self._spec
+        spec = self.spec
         return TextReader(spec.merged, length=spec.length, num_tokens=spec.num_tokens).read(self._paths)
 
     @cached_property
@@ -99,7 +99,7 @@ class RepairWork:
         return 1
 
     def costs(self) -> tuple[int, ...]:
-        return (sum(tensor.nbytes for tensor in self._spec.merged.checkpoint.tensors.values()),)
+        return (sum(tensor.nbytes for tensor in self.spec.merged.checkpoint.tensors.values()),)
 
     def least_budget(self) -> int:
         shapes = {batch.shape for batch in self._block}
@@ -108,17 +108,17 @@ class RepairWork:
     @cached_property
     def _own_nbytes(self) -> int:
         """Bytes of memory for a router's inputs, twice while they are put together, and for solving."""
-        experts, width = map(max, zip(*(router.shape for router in self._spec.routers), strict=True))
+        experts, width = map(max, zip(*(router.shape for router in self.spec.routers), strict=True))
         counts = [sum(len(window.tokens) for window in text.windows) for text in self._texts]
-        scored = sum(counts[text] for own in self._domains for text in own)
+        scored = sum(counts[text] for own in self.domains for text in own)
         return 2 * kept_nbytes(sum(counts), width + 1) + solver_nbytes(
-            experts, width + 1, scored, len(self._domains)
+            experts, width + 1, scored, len(self.domains)
         )
 
     @cached_property
-    def _domains(self) -> tuple[tuple[int, ...], ...]:
+    def domains(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the texts of each model; a text may belong to several."""
-        return tuple(tuple(self._paths.index(text.path) for text in own) for own in self._spec.texts)
+        return tuple(tuple(self._paths.index(text.path) for text in own) for own in self.spec.texts)
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
         del busy
@@ -128,21 +128,26 @@ class RepairWork:
     def check(self) -> None:
         problems: list[Problem] = []
         # Before the merge is made its tokenizer is not there.
-        if self._spec.merged.checkpoint.unwritten is None:
+        if self.spec.merged.checkpoint.unwritten is None:
             attempt(problems, lambda: self._texts, PlanError)
-        attempt(problems, self._check_routers, PlanError)
+        attempt(problems, lambda: self.scorings, PlanError)
         if problems:
             raise PlanError(problems)
 
-    def _check_routers(self) -> None:
-        modules = self._stream.modules()
-        for router in self._spec.routers:
+    @cached_property
+    def scorings(self) -> Mapping[int, Scoring]:
+        """By layer; raises PlanError where a router has none that is known."""
+        modules, scorings = self._stream.modules(), dict[int, Scoring]()
+        for router in self.spec.routers:
             module = modules[router.layer]
             found = router_module(module, self._stream.parameters(router.layer), router)
-            if found is None or scoring_of(found) is None:
+            scoring = None if found is None else scoring_of(found)
+            if scoring is None:
                 what = f"the router of layer {router.layer} ({type(found or module).__name__}) does not give "
                 what += "experts by a softmax or a sigmoid of one matrix's products."
                 raise PlanError(Problem(self._stage.place, what, REPAIR.remedy))
+            scorings[router.layer] = scoring
+        return scorings
 
     def unit(
         self,
@@ -158,7 +163,7 @@ class RepairWork:
         for left in staging.glob("spill-*"):
             shutil.rmtree(left, ignore_errors=True)
         spill = Path(tempfile.mkdtemp(prefix="spill-", dir=staging))
-        spec, names = self._spec, [text.name for text in self._texts]
+        spec, names = self.spec, [text.name for text in self._texts]
         budget -= self._own_nbytes
         try:
             with LocalStore(staging) as store, ExitStack() as opened, full_float32():
@@ -166,7 +171,7 @@ class RepairWork:
                 result.create()
                 weights = [opened.enter_context(Weights(model)) for model in spec.models]
                 walk = Walk(spec.merged, self._stream, self._block, names, device, budget, spill, tell)
-                repair = _Repair(spec, walk, weights, self._domains, result)
+                repair = _Repair(self, walk, weights, result)
                 read = walk.read(watch=repair.watch)
                 result.sync()
                 reports = [asdict(each) for each in repair.reports]
@@ -179,7 +184,7 @@ class RepairWork:
         return {RESULT_FILE: (), _REPORT: ()}
 
     def conclude(self, staging: Path) -> dict[str, Any]:
-        spec = self._spec
+        spec = self.spec
         counts = {text.name: sum(len(window.tokens) for window in text.windows) for text in self._texts}
         return {
             "kind": KIND,
@@ -198,19 +203,13 @@ class RepairWork:
 class _Repair:
     """Repairs the routers of the layers that it watches."""
 
-    def __init__(
-        self,
-        spec: RepairSpec,
-        walk: Walk,
-        weights: Sequence[Weights],
-        domains: Sequence[Sequence[int]],
-        result: TensorFile,
-    ) -> None:
+    def __init__(self, work: RepairWork, walk: Walk, weights: Sequence[Weights], result: TensorFile) -> None:
         self.reports: list[LayerReport] = []
-        self._routers = {router.layer: router for router in spec.routers}
+        self._routers = {router.layer: router for router in work.spec.routers}
+        self._scorings = work.scorings
         self._walk = walk
         self._weights = weights
-        self._domains = domains
+        self._domains = work.domains
         self._result = result
 
     @contextmanager
@@ -223,8 +222,6 @@ class _Repair:
     def _repair(self, layer: ResidentLayer, router: RouterPlace) -> None:
         module = router_module(layer.module, layer.parameters, router)
         assert module is not None
-        scoring = scoring_of(module)
-        assert scoring is not None
         inputs = self._inputs(layer, module, router)
         states = [_state(layer.parameters, router, weights) for weights in self._weights]
         own = [[inputs[text] for text in texts] for texts in self._domains]
@@ -234,7 +231,9 @@ class _Repair:
         ]
         agreement = partial(_agreement, module, own, states)
         before = agreement()
-        solution = solve_router(domains, _matrix(dict(module.named_parameters()), module), scoring)
+        solution = solve_router(
+            domains, _matrix(dict(module.named_parameters()), module), self._scorings[layer.number]
+        )
         self._put(module, router, solution.router)
         report = (solution.num_iterations, solution.residual, solution.is_converged)
         self.reports.append(LayerReport(layer.number, *report, before, agreement()))
@@ -329,7 +328,7 @@ def scoring_of(router: torch.nn.Module) -> Scoring | None:
     """How a router scores experts, tried on random numbers; None unless it is a linear map that goes through
     a softmax or a sigmoid, and answers with logits, weights and experts."""
     numbers = torch.Generator().manual_seed(0)
-    trial: Any = copy.deepcopy(router).to("meta").to_empty(device="cpu")
+    trial: Any = copy.deepcopy(router).to_empty(device="cpu")
     with torch.no_grad(), _Scorings() as scorings:
         for value in trial.state_dict().values():
             value.copy_(torch.randn(value.shape, generator=numbers))
