@@ -476,10 +476,12 @@ class ResidentLayer:
     weights: Weights
     device: torch.device
     read_bytes: int
+    num_batches: int = 1
     batch: int = 0
     """The batch that goes through it now."""
     tell: Callable[[int], None] = field(default=lambda _: None)
-    """Is called with the bytes read for the layer so far."""
+    """Is called with the bytes of the layer that are done with, of its stored ones."""
+    _done_bytes: float = 0.0
     rehearse: Callable[[], None] = lambda: None
     """Runs the layer on every batch, and keeps nothing of what comes out. Whoever watches may raise
     ``LayerLeft`` in it, where a batch has no need to go further."""
@@ -489,7 +491,9 @@ class ResidentLayer:
         parameter = next(each for each in self.parameters if each.name == name)
         weight, nbytes = parameter.load_one(self.weights, index, self.device)
         self.read_bytes += nbytes
-        self.tell(self.read_bytes)
+        # It is read again for each batch.
+        self._done_bytes += nbytes / self.num_batches
+        self.tell(round(self._done_bytes))
         return weight
 
 
@@ -1065,9 +1069,10 @@ class LayerStream:
     ) -> int:
         """Visit the states of every batch at every layer, with one layer in memory at a time. ``batches``:
         tokens, int64 ``[B, T]`` on the CPU. ``budget``: bytes of memory to use; states that do not fit go to
-        a file. ``spill``: directory for that file, of this call alone. ``tell``: called after each layer with
-        the bytes read so far; what it raises ends the reading. ``watch``: entered for each layer, and left
-        before ``tell``. ``finish``: called once, after the last layer. Returns bytes read."""
+        a file. ``spill``: directory for that file, of this call alone. ``tell``: called after each layer, and
+        each expert, with the bytes of the model that are done with; what it raises ends the reading.
+        ``watch``: entered for each layer, and left before ``tell``. ``finish``: called once, after the last
+        layer. Returns bytes read."""
         if not batches:
             return 0
         shapes = [Shape(*each.shape) for each in batches]
@@ -1085,9 +1090,11 @@ class LayerStream:
                     hidden, nbytes = model.embed(tokens, device)
                     states[batch] = hidden.cpu()
                     read += nbytes
+                done = read
                 for layer in range(model.num_layers):
                     with model.resident(layer, device, is_whole=is_whole) as resident:
-                        resident.tell = partial(_tell_more, tell, read)
+                        resident.num_batches = len(batches)
+                        resident.tell = partial(_tell_more, tell, done)
                         resident.rehearse = partial(passes.rehearse, resident)
                         with watch(resident):
                             for batch in range(len(shapes)):
@@ -1095,7 +1102,8 @@ class LayerStream:
                                 visit(layer, batch, hidden, router_input)
                                 states[batch] = output.cpu()
                     read += resident.read_bytes
-                    tell(read)
+                    done += sum(each.read_bytes(resident.weights) for each in resident.parameters)
+                    tell(done)
                 passes.calls.clear()
                 room = budget - model.outside_bytes - (held_nbytes if in_memory else 0)
                 return read + finish(model, states, room)
