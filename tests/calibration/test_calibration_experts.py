@@ -190,6 +190,10 @@ def test_statistics_do_not_depend_on_units_memory_and_their_order(
     stage = stage_of(model, "experts", texts, length=LENGTH)
     first = make(stage, tmp_path / "first")
     assert first.num_units == 3
+    # Every token of all units chose two experts.
+    num_tokens = LENGTH * sum(len(windows_of(text, LENGTH)) for text in texts)
+    counts = [tensor for name, tensor in first.tensors.items() if name.endswith(".count")]
+    assert [int(each.sum()) for each in counts] == [2 * num_tokens] * 3
     # With all experts of a layer in memory, or one at a time; and in another order, as after a kill.
     assert make(stage, tmp_path / "other", backwards=True, spare=1 << 30).data == first.data
 
