@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import raymerge
 from raymerge.api import plan_for
-from raymerge.errors import NonFiniteError, PlanError, RecipeError
+from raymerge.errors import IncompleteError, NonFiniteError, PlanError, RecipeError
+from raymerge.events import Event, SegmentDone, StageKept
 from raymerge.options import RunOptions
 from raymerge.stages.calibration import blocks
 from raymerge.stages.calibration.experts import SCORES, tokens_lost
@@ -272,7 +273,16 @@ def test_measures_within_the_recipe(tmp_path: Path) -> None:
     recipe = {**base, "experts": {"drop": 2, "scores": "saliency"}, "calibrate": calibrate}
     given = {**base, "experts": {"drop": 2, "scores": str(tmp_path / "statistics")}}
     assert "once the model has been run" in "".join(raymerge.plan(recipe).manifest["notes"])
-    made = raymerge.submit(recipe, tmp_path / "measured", RunOptions(inline=True))
+
+    def end(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            raise IncompleteError("as after kill -9")
+
+    with pytest.raises(IncompleteError):
+        raymerge.submit(recipe, tmp_path / "measured", RunOptions(inline=True), on_event=end)
+    events: list[Event] = []
+    made = raymerge.submit(recipe, tmp_path / "measured", RunOptions(inline=True), on_event=events.append)
+    assert any(isinstance(event, StageKept) for event in events)
     raymerge.submit(given, tmp_path / "given", RunOptions(inline=True))
     files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("measured", "given")]
     assert files[0] == files[1]
