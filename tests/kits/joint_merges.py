@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from raymerge.api import plan, read_recipe
+from raymerge.api import plan_for
 from raymerge.execute.receipts import UNFINISHED, JointReceipt
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.tables import Plan
-from raymerge.planner.inputs.sources import holdings, open_models
+from raymerge.planner.inputs.sources import holdings
 from raymerge.publish.shards import JointWork, SegmentWork
 from raymerge.runtime.driver.versions import source_files
 from raymerge.storage.local.store import LocalStore
@@ -22,8 +22,8 @@ from raymerge.storage.local.store import LocalStore
 
 def planned(recipe: Mapping[str, Any], root: Path, budget: int, lanes: int = 1) -> SegmentWork:
     """The work of one recipe, with its shards begun below ``root``."""
-    made = plan(recipe).require()
-    held = holdings(open_models(read_recipe(recipe)).require())
+    merge = plan_for(recipe, root / "planned")[-1]
+    made, held = merge.plan.require(), holdings(merge.sources)
     root.mkdir(parents=True)
     with closing(LocalStore(root)) as store:
         for shard in made["shards"].to_pylist():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from raymerge.api import plan, read_recipe
+from raymerge.api import plan_for
 from raymerge.execute import compute
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.reading import TileJob, read_plans
@@ -22,7 +22,7 @@ from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan.jobs import OpJob
 from raymerge.merge_plan.memory import Lane, Projection, project
 from raymerge.merge_plan.tables import Plan
-from raymerge.planner.inputs.sources import open_models
+from raymerge.planner.inputs.sources import holdings
 from raymerge.storage.local.buffers import aligned_buffer
 from raymerge.storage.local.store import LocalStore
 
@@ -46,8 +46,9 @@ class Bench:
 
 
 def make_bench(recipe: Mapping[str, Any], root: Path, **settings: Any) -> Bench:
-    roots = [each.checkpoint.root for each in open_models(read_recipe(recipe)).require()]
-    return plan_bench(plan(recipe).require(), roots, root, **settings)
+    merge = plan_for(recipe, root / "planned")[-1]
+    roots = [each.root for each in holdings(merge.sources)]
+    return plan_bench(merge.plan.require(), roots, root, **settings)
 
 
 def plan_bench(
