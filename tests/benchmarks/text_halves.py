@@ -1,4 +1,4 @@
-"""Fisher merges of the quickstart's three fine-tunes, beside their mean.
+"""Merges by Fisher information and by RegMean of the quickstart's three fine-tunes, beside their mean.
 
 Each held-out text is cut in two: what is calibrated on one half is judged on the other, and the other way
 round."""
@@ -41,6 +41,23 @@ def _judged(recipe: Mapping[str, Any], texts: Mapping[str, Path], place: Path) -
     return [text.loss for text in raymerge.evaluate(place, list(texts.values()), length=LENGTH).texts]
 
 
+_PIECE = 2000
+
+
+def _pieces(texts: Path, place: Path) -> tuple[Mapping[str, Path], Mapping[str, Path]]:
+    """Of each domain every second piece of its text, cut at lines, and the others."""
+    made: tuple[dict[str, Path], dict[str, Path]] = ({}, {})
+    for domain in DOMAINS:
+        parts, begun = ["", ""], 0
+        for line in (texts / f"valid-{domain}.txt").read_text(encoding="utf-8").splitlines(keepends=True):
+            parts[begun // _PIECE % 2] += line
+            begun += len(line)
+        for number, part in enumerate(parts):
+            made[number][domain] = place / f"{domain}-{number}.txt"
+            made[number][domain].write_text(part, encoding="utf-8")
+    return made
+
+
 Recipe = Callable[[Mapping[str, Path]], Mapping[str, Any]]
 """Of the texts that may be calibrated on."""
 
@@ -54,22 +71,49 @@ def _crossed(name: str, recipe: Recipe, parts: tuple[Mapping[str, Path], Mapping
     return f"| {name} | {' | '.join(f'{each:.4f}' for each in (*by_domain, mean(by_domain)))} |"
 
 
-def _fisher_recipes(models: Path) -> Iterator[tuple[str, Recipe]]:
-    def entries(more: Mapping[str, Path]) -> list[dict[str, Any]]:
-        return [
-            {"model": str(models / each), "parameters": {"weight": 1.0}}
-            | ({"texts": [str(more[each])]} if more else {})
-            for each in DOMAINS
-        ]
+def _entries(models: Path, texts: Mapping[str, Path], **parameters: float) -> list[dict[str, Any]]:
+    return [
+        {"model": str(models / each), "parameters": parameters}
+        | ({"texts": [str(texts[each])]} if texts else {})
+        for each in DOMAINS
+    ]
 
-    yield "linear", lambda _: {"merge_method": "linear", "models": entries({}), "dtype": "bfloat16"}
+
+def _linear(models: Path) -> tuple[str, Recipe]:
+    recipe = {"merge_method": "linear", "models": _entries(models, {}, weight=1.0), "dtype": "bfloat16"}
+    return "linear", lambda _: recipe
+
+
+def _regmean_recipes(models: Path) -> Iterator[tuple[str, Recipe]]:
+    yield _linear(models)
+    for name, model, alpha in (
+        ("RegMean", "source", 0.5),
+        ("RegMean++", "merged", 0.1),
+        ("RegMean++", "merged", 0.5),
+        ("RegMean++", "merged", 0.9),
+    ):
+
+        def recipe(texts: Mapping[str, Path], model: str = model, alpha: float = alpha) -> Mapping[str, Any]:
+            return {
+                "merge_method": "regmean",
+                "models": _entries(models, texts),
+                "parameters": {"alpha": alpha},
+                "calibrate": {"length": LENGTH, "model": model},
+                "dtype": "bfloat16",
+            }
+
+        yield f"{name}, alpha {alpha:g}", recipe
+
+
+def _fisher_recipes(models: Path) -> Iterator[tuple[str, Recipe]]:
+    yield _linear(models)
     for length in (256, 64):
         for root in (False, True):
 
             def recipe(texts: Mapping[str, Path], length: int = length, root: bool = root) -> dict[str, Any]:
                 return {
                     "merge_method": "fisher",
-                    "models": entries(texts),
+                    "models": _entries(models, texts, weight=1.0),
                     "parameters": {"root": root},
                     "calibrate": {"length": length},
                     "dtype": "bfloat16",
@@ -79,9 +123,20 @@ def _fisher_recipes(models: Path) -> Iterator[tuple[str, Recipe]]:
 
 
 def measure_fisher() -> None:
+    _measure(_fisher_recipes(QUICKSTART / "models"), _halves)
+
+
+def measure_regmean(*, in_pieces: bool) -> None:
+    _measure(_regmean_recipes(QUICKSTART / "models"), _pieces if in_pieces else _halves)
+
+
+Cut = Callable[[Path, Path], tuple[Mapping[str, Path], Mapping[str, Path]]]
+
+
+def _measure(recipes: Iterator[tuple[str, Recipe]], cut: Cut) -> None:
     torch.set_num_threads(1)
     print("| merge of the three | code | English | French | mean |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
-        parts = _halves(QUICKSTART / "texts", Path(place))
-        for name, recipe in _fisher_recipes(QUICKSTART / "models"):
+        parts = cut(QUICKSTART / "texts", Path(place))
+        for name, recipe in recipes:
             print(_crossed(name, recipe, parts), flush=True)

@@ -112,7 +112,7 @@ def merged(recipe: Mapping[str, Any], output: Path, options: RunOptions = INLINE
     return load_file(output / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
 def test_matrices_are_the_least_squares_over_the_inputs(tmp_path: Path, name: str) -> None:
     recipe = recipe_of(tmp_path, name)
     found = merged(recipe, tmp_path / "out")
@@ -170,6 +170,34 @@ def test_equal_sources_and_inputs_and_none_at_all_give_the_mean() -> None:
     assert not torch.stack(mixes_of([torch.zeros(4, 4)] * 2, alpha=0.7, ridge=RIDGE)).any()
 
 
+@pytest.mark.slow
+def test_matrices_that_are_stored_turned_are_fitted(tmp_path: Path) -> None:
+    """GPT-2's, which are ``[in, out]`` and add their bias in one step."""
+    recipe = recipe_of(tmp_path, "gpt2")
+    found = merged(recipe, tmp_path / "out")
+    seen, weights = [], [float64(each["model"]) for each in recipe["models"]]
+    for number, entry in enumerate(recipe["models"], start=1):
+        model, rows = whole(entry["model"]), list[torch.Tensor]()
+        hook = model.transformer.h[1].mlp.c_proj.register_forward_pre_hook(
+            lambda _, args, rows=rows: rows.append(args[0].flatten(0, -2))
+        )
+        windows = windows_of(tmp_path / f"text{number}.txt", LENGTH)
+        with torch.no_grad():
+            for window in windows:
+                model(torch.tensor([window]), use_cache=False)
+        hook.remove()
+        seen.append((torch.cat(rows).numpy(), sum(map(len, windows))))
+    (key,) = (name for name in found if name.endswith("h.1.mlp.c_proj.weight"))
+    expected = fitted([each[key].T for each in weights], [own for own, _ in seen], [n for _, n in seen])
+    torch.testing.assert_close(found[key].double().numpy(), expected.T, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_that_are_all_multiplied_at_once_are_refused(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "llama4_text")
+    with pytest.raises(PlanError, match=r"experts\.0\.\w+\.weight is multiplied in no way that is known"):
+        submit(recipe, tmp_path / "out", INLINE)
+
+
 def test_units_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
     recipe = read_recipe(recipe_of(tmp_path, "llama"))
     assert isinstance(recipe, Recipe)
@@ -188,6 +216,7 @@ def test_units_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
+@pytest.mark.slow
 def test_statistics_of_a_directory_stand_in_for_texts(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "llama")
     of_texts = merged(recipe, tmp_path / "of_texts")

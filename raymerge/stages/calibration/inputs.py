@@ -162,8 +162,9 @@ class Grams:
         of several matrices is not."""
         with _Products(self._take):
             yield
-        # Experts that no token chose are not multiplied.
-        absent = (name for name in self._inputs if name not in self._seen and not EXPERT_NUMBER.search(name))
+        # An expert that no token chose is not multiplied, but then another one is.
+        alike = {EXPERT_NUMBER.sub("", name) for name in self._seen}
+        absent = (name for name in self._inputs if EXPERT_NUMBER.sub("", name) not in alike)
         if (name := next(absent, None)) is not None:
             raise PlanError(self._refused(f"{name} is multiplied in no way that is known"))
 
