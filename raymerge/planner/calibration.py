@@ -209,15 +209,15 @@ def model_digest(model: Source) -> str:
     return digest.hexdigest()
 
 
-def routed_blocks(model: Source) -> tuple[ExpertBlock, ...]:
-    """The layers with experts that run for a text: not those that predict further tokens."""
+def routed_blocks(model: Source, *, are_mtp: bool = False) -> tuple[ExpertBlock, ...]:
+    """The layers with experts that run for a text, or those that predict further tokens."""
     findings = Findings()
     fields = expert_fields(model.checkpoint.config, model.rules)
     count = fields.count.value if fields is not None else 0
     blocks = expert_blocks(model, LogicalTensors(model), count, findings) if count else ()
     if not findings.is_empty:
         raise PlanError(findings.problems())
-    return tuple(block for block in blocks if not block.is_mtp)
+    return tuple(block for block in blocks if block.is_mtp is are_mtp)
 
 
 def digested_texts(paths: Sequence[str], place: str) -> tuple[CalibrationText, ...]:

@@ -172,6 +172,15 @@ def test_layers_that_draft_are_dropped_by_the_size_of_their_experts(tmp_path: Pa
     experts = {"drop": 2, "scores": str(tmp_path / "made")}
     notes = raymerge.plan({"base_model": str(tmp_path / "model"), "experts": experts}).manifest["notes"]
     assert f"layer 3: left out for the lowest scores: {first}, {second}" in notes
+    # Of a merge that is gone when the output is in place, the same plan comes out again.
+    before = {"name": "mid", "merge_method": "passthrough", "models": [{"model": str(tmp_path / "model")}]}
+    measured = {"drop": 2, "scores": "saliency"}
+    calibrate = {"texts": [str(text)], "length": LENGTH}
+    after = {"base_model": "mid", "experts": measured, "calibrate": calibrate}
+    write = (tmp_path / "chain.yml").write_text
+    write(f"{json.dumps(before)}\n---\n{json.dumps(after)}\n")
+    made = raymerge.submit(tmp_path / "chain.yml", tmp_path / "out", RunOptions(inline=True))
+    assert plan_for(tmp_path / "chain.yml", tmp_path / "out")[-1].plan.digest == made.digest
 
 
 def test_tokens_lost_are_those_with_no_expert_left() -> None:

@@ -149,7 +149,7 @@ def read_scores(
     """``report``: of statistics; None where there are none yet, so that all experts of a layer are alike."""
     given, place = recipe.experts.scores or "", recipe.where("experts", "scores")
     if report is not None:
-        return _of_statistics(report, resolver.sources[BASE], blocks)
+        return _of_statistics(report, blocks)
     if recipe.is_measured:
         return {block.path: (1.0,) * block.num_experts for block in blocks}
     try:
@@ -178,12 +178,13 @@ def _objections(block: ExpertBlock, scores: LayerScores | None) -> Iterator[str]
         yield f"the scores of {where} hold NaN, infinity or a number beyond {_LARGEST:g}."
 
 
-def _of_statistics(report: Report, source: Source, blocks: Sequence[ExpertBlock]) -> Scores:
+def _of_statistics(report: Report, blocks: Sequence[ExpertBlock]) -> Scores:
     """Saliencies; sizes in layers that predict further tokens, which no text runs."""
     measured = {each["layer"]: tuple(each["saliency"]) for each in report["layers"]}
-    run, others = ([block for block in blocks if block.is_mtp is is_mtp] for is_mtp in (False, True))
-    saliencies = {block.path: measured[block.layer] for block in run}
-    return saliencies | _sizes(source, others) if others else saliencies
+    return {
+        block.path: tuple(report["sizes"][block.path]) if block.is_mtp else measured[block.layer]
+        for block in blocks
+    }
 
 
 def dropping_risks(report: Report | None, drop: int) -> Mapping[int, str]:
@@ -207,10 +208,11 @@ def _of_weights(resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Score
         remedy = "Carry out the merge that makes it first, and name its output as base_model."
         raise PlanError(Problem(source.name, what, remedy))
     _refuse_codes(source, blocks)
-    return _sizes(source, blocks)
+    return sizes_of(source, blocks)
 
 
-def _sizes(source: Source, blocks: Sequence[ExpertBlock]) -> dict[str, LayerScores]:
+def sizes_of(source: Source, blocks: Sequence[ExpertBlock]) -> dict[str, LayerScores]:
+    """How much each expert can do by its weights, by the path of its block."""
     with Weights(source, keeps_run=True) as weights:
         return {
             block.path: tuple(_size(weights, block, expert) for expert in range(block.num_experts))

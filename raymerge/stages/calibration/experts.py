@@ -19,7 +19,7 @@ from raymerge.errors import PlanError, Problem
 from raymerge.planner.calibration import routed_blocks
 from raymerge.planner.inputs.sources import CalibrationSpec
 from raymerge.planner.moe.expert_blocks import ExpertBlock
-from raymerge.planner.moe.expert_moves import dropping_order
+from raymerge.planner.moe.expert_moves import dropping_order, sizes_of
 from raymerge.stages.calibration.blocks import Block, Walk, Write, added, num_tokens
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import LayerStream, Purpose, ResidentLayer
@@ -117,7 +117,11 @@ class ExpertStatistics:
                 result.write(f"{block.canonical}.experts.{name}", values)
             own = {"layer": layer, "saliency": saliency.tolist()}
             layers.append({**own, **_risks(count, weight[order], lost)})
-        return {"layers": layers, "num_groups": self._num_groups, "few_below": FEW_TOKENS}
+        mtp = routed_blocks(self._spec.model, are_mtp=True)
+        # The model may be gone when its experts are chosen again.
+        sizes = sizes_of(self._spec.model, mtp) if mtp else {}
+        facts = {"sizes": sizes, "num_groups": self._num_groups, "few_below": FEW_TOKENS}
+        return {"layers": layers, **facts}
 
 
 def tokens_lost(chosen: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
