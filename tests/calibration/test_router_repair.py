@@ -15,10 +15,12 @@ from kits.router_merges import LENGTH, RouterMerge
 from safetensors.torch import load_file
 
 import raymerge
-from raymerge.api import read_recipes
+from raymerge.api import plan_for, read_recipes
+from raymerge.device_numerics import torch_threads
 from raymerge.errors import IncompleteError, UserError
 from raymerge.events import Ended, StageReport, StageStarted, StepKept
 from raymerge.options import RunOptions
+from raymerge.runtime.driver.stage_run import work_of
 from raymerge.stages.calibration.router_solver import Domain, Scoring, solve_router
 
 Matrix = torch.Tensor
@@ -188,6 +190,28 @@ def test_a_stopped_run_goes_on_and_can_be_replayed(tmp_path: Path) -> None:
     assert raymerge.replay(out).problems == ()
     # As planned beforehand.
     assert raymerge.plan(merge.recipe()).digest == raymerge.plan(merge.recipe(name="other")).digest
+
+
+def test_experts_that_do_not_fit_are_loaded_one_by_one(tmp_path: Path) -> None:
+    merge = RouterMerge(tmp_path, "olmoe", dtype=torch.bfloat16)
+    merged = merge.submit("merged", router="merge", calibrate=None)
+    domains = [{"model": str(m), "texts": [str(t)]} for m, t in zip(merge.models, merge.texts, strict=True)]
+    recipe = {
+        "merge_method": "passthrough",
+        "models": [{"model": str(merged)}],
+        "router": {"repair": domains},
+    }
+    (stage,) = plan_for(recipe, tmp_path / "out")[-1].stages
+    work: Any = work_of(stage)
+    work.check()
+    made = []
+    for budget in (work.least_budget(), 1 << 40):
+        staging = tmp_path / f"staging-{budget}"
+        staging.mkdir()
+        with torch_threads(1):
+            work.unit(0, staging=staging, device=torch.device("cpu"), budget=budget, tell=lambda _: None)
+        made.append((staging / "model.safetensors").read_bytes())
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow

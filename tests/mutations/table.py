@@ -868,7 +868,10 @@ MUTATIONS = (
     Mutation("recipe_search/job.py", "if first <= most:", "if True:", SEARCH),
     Mutation("stages/calibration/experts.py", "(weights * norms).sum()", "norms.sum()", CALIBRATION),
     Mutation(
-        "stages/calibration/experts.py", "tokens, given * weights[:, None])", "tokens, given)", CALIBRATION
+        "stages/calibration/experts_alone.py",
+        "tokens, given * weights[:, None])",
+        "tokens, given)",
+        CALIBRATION,
     ),
     Mutation(
         "stages/calibration/experts.py",

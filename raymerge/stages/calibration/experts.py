@@ -5,11 +5,8 @@ they give times the coefficients that its router gave."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from raymerge.architectures.expert_fields import expert_fields
 from raymerge.checkpoints.header import TensorSpec
@@ -21,6 +18,7 @@ from raymerge.planner.inputs.sources import CalibrationSpec
 from raymerge.planner.moe.expert_blocks import ExpertBlock
 from raymerge.planner.moe.expert_moves import dropping_order, sizes_of
 from raymerge.stages.calibration.blocks import Block, Walk, Write, added, num_tokens
+from raymerge.stages.calibration.experts_alone import ExpertsAlone, experts_of
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import LayerStream, Purpose, ResidentLayer
 
@@ -29,11 +27,6 @@ SCORES = Purpose("Give the scores of its experts in a file.", runs_experts_alone
 FEW_TOKENS = 32
 """Tokens of an expert below which its mean says little."""
 
-_CALLS = (
-    ("hidden_states", "top_k_index", "top_k_weights"),
-    ("hidden_states", "router_indices", "routing_weights"),
-)
-# What experts of transformers are called with.
 _ADDED = ("weighted", "norm", "weight")
 
 
@@ -94,7 +87,7 @@ class ExpertStatistics:
                 yield
                 return
             figures = _Figures(block, walk, layer)
-            with figures.collecting():
+            with figures.running():
                 yield
             for name, values in figures.sums(self._chosen):
                 write(f"{name}.{block.layer}", values)
@@ -146,94 +139,20 @@ def _risks(count: torch.Tensor, weight: torch.Tensor, lost: torch.Tensor) -> Map
     }
 
 
-def experts_of(layer: torch.nn.Module, num_experts: int) -> torch.nn.Module | None:
-    """The module of a layer that computes its experts, all of them in one call; None if there is none that is
-    known."""
-    for module in layer.modules():
-        parameters = module._parameters.values()
-        if not parameters or not all(each is not None and len(each) == num_experts for each in parameters):
-            continue
-        names = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        if names in _CALLS and getattr(module, "num_experts", None) == num_experts:
-            return module
-    return None
-
-
-def _alone(experts: torch.nn.Module, number: int, layer: ResidentLayer, path: str) -> Any:
-    """A module of one expert, in the same memory, or loaded. ``path``: of ``experts`` in the layer."""
-    alone: Any = copy.copy(experts)
-    alone._parameters = {}
-    for name, every in experts._parameters.items():
-        assert every is not None
-        own = layer.load_one(f"{path}.{name}", number) if every.is_meta else every[number : number + 1]
-        alone._parameters[name] = torch.nn.Parameter(own, requires_grad=False)
-    alone.__dict__.pop("forward", None)
-    alone.num_experts = 1
-    return alone
-
-
-class _Figures:
+class _Figures(ExpertsAlone):
     """Sums over the tokens of a block at one layer."""
 
     def __init__(self, block: ExpertBlock, walk: Walk, layer: ResidentLayer) -> None:
-        experts = experts_of(layer.module, block.num_experts)
-        assert experts is not None
-        self._experts = experts
-        self._path = next(name for name, each in layer.module.named_modules() if each is experts)
-        self._walk = walk
-        self._layer = layer
+        super().__init__(block.num_experts, walk, layer, SCORES.remedy)
         self._sums = torch.zeros(len(_ADDED) + 1, block.num_experts, dtype=torch.float64)
         self._count = torch.zeros(block.num_experts, dtype=torch.int64)
         self._chosen: list[torch.Tensor] = []
-        self._is_tried = False
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        signature = inspect.signature(type(self._experts).forward)
-
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            _, *given = signature.bind(self._experts, *args, **kwargs).arguments.values()
-            return self._forward(*given)
-
-        self._experts.forward = forward
-        try:
-            yield
-        finally:
-            del self._experts.forward
-
-    def _forward(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, coefficients: torch.Tensor
-    ) -> torch.Tensor:
-        output = torch.zeros_like(hidden)
+    def on_choice(self, chosen: torch.Tensor) -> None:
         self._chosen.append(chosen.to(torch.int16).cpu())
-        for number in torch.unique(chosen).tolist():
-            tokens, places = torch.where(chosen == number)
-            weights = coefficients[tokens, places]
-            given = self._run(number, hidden[tokens])
-            self._add(number, given, weights.double())
-            output.index_add_(0, tokens, given * weights[:, None])
-        return output
 
-    def _run(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        one = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
-        ones = torch.ones_like(one, dtype=hidden.dtype)
-        alone = _alone(self._experts, number, self._layer, self._path)
-        given: torch.Tensor = alone(hidden, one, ones)
-        if not self._is_tried:
-            self._try(alone(hidden[:1], one[:1], 2 * ones[:1]), 2 * given[:1])
-        return given
-
-    def _try(self, weighted: torch.Tensor, expected: torch.Tensor) -> None:
-        """Whether what an expert gives is multiplied with its coefficient."""
-        self._is_tried = True
-        if not torch.allclose(weighted, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
-            what = (
-                f"{type(self._experts).__name__} does other things with a coefficient than to multiply what "
-            )
-            what += f"an expert gives (layer {self._layer.number})."
-            raise PlanError(Problem(self._walk.model.name, what, SCORES.remedy))
-
-    def _add(self, number: int, given: torch.Tensor, weights: torch.Tensor) -> None:
+    def on_expert(self, number: int, given: torch.Tensor, weights: torch.Tensor) -> None:
+        weights = weights.double()
         norms = torch.linalg.vector_norm(given, dim=1, dtype=torch.float64)
         self._walk.check(norms, self._layer.batch, f"expert {number} of layer {self._layer.number}")
         own = torch.stack([(weights * norms).sum(), norms.sum(), weights.sum()]).cpu()

@@ -30,6 +30,7 @@ from raymerge.planner.inputs.sources import RESULT_FILE, RepairSpec, RouterPlace
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.router_repair import KIND
 from raymerge.stages.calibration.blocks import Block, Walk, blocks_of, num_tokens
+from raymerge.stages.calibration.experts_alone import ExpertsAlone, experts_of
 from raymerge.stages.calibration.router_solver import Domain, Scoring, solve_router, solver_nbytes
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import (
@@ -45,6 +46,7 @@ from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
 
 REPAIR = Purpose("Write 'router: merge'.")
+ALONE = Purpose(REPAIR.remedy, runs_experts_alone=True)
 _REPORT = "layers.json"
 _ROWS_AT_ONCE = 4096
 # Tokens whose experts are chosen at once, for the report.
@@ -70,7 +72,6 @@ class RepairWork:
         self._stage = stage
         self.spec = spec
         self._given = texts
-        self._stream = LayerStream(spec.merged, REPAIR)
 
     def __reduce__(self) -> tuple[type[RepairWork], tuple[Stage, RepairSpec, Sequence[Text]]]:
         return type(self), (self._stage, self.spec, self._texts)
@@ -93,6 +94,17 @@ class RepairWork:
             self._texts, most_tokens=sum(len(w.tokens) for t in self._texts for w in t.windows)
         )
         return block
+
+    @cached_property
+    def _stream(self) -> LayerStream:
+        return LayerStream(self.spec.merged, ALONE if self.runs_alone else REPAIR)
+
+    @cached_property
+    def runs_alone(self) -> bool:
+        """Whether experts are run one at a time, so that a layer need not fit into memory."""
+        modules = LayerStream(self.spec.merged, ALONE).modules()
+        routers = self.spec.routers
+        return all(experts_of(modules[each.layer], each.shape[0]) is not None for each in routers)
 
     @property
     def num_units(self) -> int:
@@ -207,6 +219,7 @@ class _Repair:
         self.reports: list[LayerReport] = []
         self._routers = {router.layer: router for router in work.spec.routers}
         self._scorings = work.scorings
+        self._runs_alone = work.runs_alone
         self._walk = walk
         self._weights = weights
         self._domains = work.domains
@@ -215,9 +228,15 @@ class _Repair:
     @contextmanager
     def watch(self, layer: ResidentLayer) -> Iterator[None]:
         router = self._routers.get(layer.number)
-        if router is not None:
-            self._repair(layer, router)
-        yield
+        if router is None:
+            yield
+            return
+        self._repair(layer, router)
+        with ExitStack() as running:
+            if self._runs_alone:
+                alone = ExpertsAlone(router.shape[0], self._walk, layer, REPAIR.remedy)
+                running.enter_context(alone.running())
+            yield
 
     def _repair(self, layer: ResidentLayer, router: RouterPlace) -> None:
         module = router_module(layer.module, layer.parameters, router)
