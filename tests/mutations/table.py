@@ -26,6 +26,7 @@ JOINT = "execute/test_execute_joint.py"
 LOSS = "loss/test_loss.py"
 CALIBRATION = "calibration/test_calibration_experts.py"
 FISHER = "calibration/test_calibration_fisher.py"
+REGMEAN = "calibration/test_calibration_regmean.py"
 SEARCH = "recipe_search/test_search_job.py recipe_search/test_search_strategies.py"
 SWEEP = "runtime/test_runtime_sweep.py"
 REMOTE_SWEEP = "runtime/test_runtime_sweep_remote.py"
@@ -917,6 +918,24 @@ MUTATIONS = (
         "torch.sub(total, total, out=share)",
         "share.zero_()",
         "methods/test_methods_fisher.py",
+    ),
+    # RegMean
+    Mutation(
+        "stages/calibration/regmean.py",
+        "turned.T.float().contiguous()",
+        "turned.float().contiguous()",
+        REGMEAN,
+    ),
+    Mutation("stages/calibration/regmean.py", "own.diagonal().add_(least)", "own.diagonal()", REGMEAN),
+    Mutation("stages/calibration/inputs.py", "if others & members:", "if not others & members:", REGMEAN),
+    Mutation(
+        "execute/compute.py",
+        "left[offset : offset + len(own)] = own",
+        "left[: len(own)] = own",
+        "execute/test_execute_gathered.py",
+    ),
+    Mutation(
+        "planner/regmean.py", "Product(None, by, columns, 1.0)", "Product(None, by, columns, -1.0)", REGMEAN
     ),
     # Routers that are repaired
     Mutation(
