@@ -343,8 +343,8 @@ def has_router(report: StageReport) -> bool:
 
 
 def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
-    """Print a short table for each stage that made or repaired routers, or made rows of tokens; other stages
-    have none."""
+    """Print a short table for each stage that made or repaired routers, rows of tokens or what matrices are
+    fitted with; other stages have none."""
     from raymerge.planner.router_repair import KIND as REPAIR
     from raymerge.stages.transplant import KIND as ROWS
 
@@ -357,6 +357,10 @@ def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
             console.print()
             console.print(heading(each.title))
             console.print(make_table(("", ""), _row_facts(each.report)))
+        elif each.report.get("kind") == "regmean":
+            console.print()
+            console.print(heading(each.title))
+            console.print(make_table(("", ""), _fit_facts(each.report)))
         elif each.report.get("statistics") == "experts":
             console.print()
             console.print(heading(each.title))
@@ -390,6 +394,18 @@ def show_dropping(console: Console, report: Mapping[str, Any]) -> None:
         f"and how many of {counted(tokens, 'token')} lose all of their experts",
         soft_wrap=True,
     )
+
+
+def _fit_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for model in report["models"]:
+        tokens = sum(text["tokens"] for text in model["texts"])
+        yield (
+            model["model"],
+            model["made_at"] or f"{counted(tokens, 'token')} of {counted(len(model['texts']), 'text')}",
+        )
+    yield "matrices", f"{report['matrices']}, of {report['inputs']} inputs"
+    if report["few"]:
+        yield "few tokens", f"fewer than 32 reach {shortlist(report['few'], _LAYERS_SHOWN)}"
 
 
 def _row_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
