@@ -62,9 +62,9 @@ def regmean_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -
         return ()
     calibrate = recipe.calibrate or Calibrate()
     is_sequential = calibrate.model == "merged"
-    if is_sequential and (problems := list(_not_sequential(recipe, decided))):
-        raise PlanError(problems)
     models = sorted({model for each in matrices for model in each.models})
+    if is_sequential and (problems := list(_not_sequential(recipe, decided, models))):
+        raise PlanError(problems)
     statistics = tuple(
         _statistics(recipe, replace(sources[model], prepared=()), calibrate, matrices, model, version)
         for model in models
@@ -135,7 +135,7 @@ def _refused(recipe: Recipe, decided: Decided) -> Iterator[Problem]:
                 yield Problem(place, what, remedy)
 
 
-def _not_sequential(recipe: Recipe, decided: Decided) -> Iterator[Problem]:
+def _not_sequential(recipe: Recipe, decided: Decided, models: Sequence[int]) -> Iterator[Problem]:
     """What keeps merged layers from being made while the stage runs, which has the method alone."""
     place = recipe.where("calibrate", "model")
     others = {op.expression.method for output in decided.outputs for op in output.ops}
@@ -144,6 +144,12 @@ def _not_sequential(recipe: Recipe, decided: Decided) -> Iterator[Problem]:
     if others:
         what = f"merged layers are run while their inputs are measured, and {', '.join(sorted(others))} "
         yield Problem(place, f"{what}makes some of their tensors.", remedy)
+    elif others_made := [*_made_otherwise(decided, models)]:
+        output, sources = others_made[0]
+        names = " and ".join(decided.sources[each].name for each in dict.fromkeys(sources))
+        what = "merged layers are run as regmean makes them of each model once, in the models' order; "
+        what += f"{len(others_made)} of their tensors, such as {output}, which is made of {names}, are not."
+        yield Problem(place, what, remedy)
     for key in ("slices", "modules", "tokenizer", "tokenizer_source"):
         if getattr(recipe, key, None):
             yield Problem(place, f"merged layers are run, and '{key}' makes another model of them.", remedy)
@@ -151,6 +157,18 @@ def _not_sequential(recipe: Recipe, decided: Decided) -> Iterator[Problem]:
         if entry.statistics is not None:
             what = "statistics of the model itself say nothing of its inputs behind merged layers."
             yield Problem(recipe.where("models", position, "statistics"), what, "Give its 'texts'.")
+
+
+def _made_otherwise(decided: Decided, models: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Outputs, but for kept buffers, that are not made of each model once: their names, and of what."""
+    entries = decided.dispositions.entries()
+    kept = {each.output for _, _, each in entries if each.rule is Rule.COPIED_FROM_LEAD}
+    for output in decided.outputs:
+        for op in () if output.name in kept else output.ops:
+            sources = tuple(read.source for read in op.reads)
+            if sources != tuple(models) * len(op.parts):
+                yield output.name, sources
+                break
 
 
 def _merged(outputs: Sequence[Output]) -> Iterator[_Merged]:

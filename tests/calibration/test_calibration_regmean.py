@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -257,6 +258,11 @@ def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path) -> None:
     merged_first = {**recipe, "calibrate": {"model": "merged", "length": LENGTH}}
     rule = {"role": "norm", "merge_method": "karcher"}
     assert "karcher makes some of their tensors" in refused({**merged_first, "methods": [rule]})
+    of_one = {"role": "attention", "merge_method": "passthrough", "sources": [models[1]["model"]]}
+    others_made = r"such as \S+self_attn\S+, which is made of \S+llama2, are not"
+    assert re.search(others_made, refused({**merged_first, "methods": [of_one], "dtype": None}))
+    turned = {"layers": 0, "merge_method": "regmean", "sources": [each["model"] for each in models[::-1]]}
+    assert "made of" in refused({**merged_first, "methods": [turned]})
     submit(conversion(models[0]["model"], "fp8_block"), tmp_path / "fp8", INLINE)
     coded = [{**models[0], "model": str(tmp_path / "fp8")}, models[1]]
     assert "regmean multiplies plain numbers" in refused({**recipe, "models": coded})
