@@ -334,7 +334,7 @@ class _Planner:
     def _measured(self, stages: Sequence[Stage]) -> Mapping[str, Any] | None:
         """What the stage of an expert set found, where it was carried out before."""
         for stage in stages:
-            kept = () if self.recorded is None else (self.recorded / f"{stage.name}.json",)
+            kept = () if self.recorded is None else (self.recorded / f"{stage.directory}.json",)
             return stage_report(stage, self.root / stage.directory / STAGE_RECORD, *kept)
         return None
 

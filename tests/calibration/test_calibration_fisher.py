@@ -15,9 +15,10 @@ from kits.statistics_maker import given_fisher
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from raymerge.api import AuditOptions, audit, calibrate, plan
+from raymerge.api import AuditOptions, audit, calibrate, plan, plan_for
 from raymerge.errors import UserError
 from raymerge.planner.inputs.weights import Weights
+from raymerge.runtime.driver.chained_merges import MergeJob
 from raymerge.stages import streamed_model
 from raymerge.stages.calibration import blocks
 
@@ -135,6 +136,28 @@ def test_information_is_collected_before_the_merge_or_was_before(tmp_path: Path)
     merge(recipe, tmp_path / "again")
     first, second = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("out", "again"))
     assert first == second
+
+
+def test_each_merge_of_a_file_runs_a_model_on_its_own_texts(tmp_path: Path) -> None:
+    places = two_models(tmp_path, "llama")
+    texts = [str(write_text(tmp_path / f"{seed}.txt", 30, seed=seed)) for seed in (1, 2)]
+
+    def of_texts(*own: str) -> dict[str, Any]:
+        models = [{"model": str(place), "texts": [text]} for place, text in zip(places, own, strict=True)]
+        return {"merge_method": "fisher", "models": models, "calibrate": {"length": LENGTH}}
+
+    last = of_texts(*texts[::-1])
+    last["models"].append({"model": "first", "texts": texts})
+    merges = plan_for([{"name": "first", **of_texts(*texts)}, last], tmp_path / "out")
+    job = MergeJob(merges, tmp_path / "out", INLINE, on_event=lambda _: None)
+    stages = [stage for merge in merges for stage in merge.stages]
+    assert [[text.path for text in stage.spec.texts] for stage in stages] == [  # type: ignore[union-attr]
+        *([text] for text in texts), *([text] for text in texts[::-1]), texts
+    ]  # fmt: skip
+    for stage in stages[:4]:
+        work: Any = job._stage_run(stage).work
+        assert [text.name for text in work.texts] == [text.path for text in stage.spec.texts]  # type: ignore[union-attr]
+    assert len(job._reports(stages)) == 5
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

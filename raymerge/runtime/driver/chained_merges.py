@@ -398,6 +398,7 @@ class MergeJob:
         self._journal = journal
         self._asked = asked or stop_request_at(output, options).is_made
         self._stages = tuple(stage for merge in self._merges for stage in merge.stages)
+        # By directory: stages of one name may read other texts.
         self._known: dict[str, StageWork] = {}
         self._runs = self._possible_runs()
         self.is_stopped = False
@@ -411,7 +412,7 @@ class MergeJob:
     @property
     def most_segments(self) -> int | None:
         """More workers would be idle. None with a stage over other merges, whose units are unknown yet."""
-        if len(self._known) < len(self._stages):
+        if len(self._known) < len({stage.directory for stage in self._stages}):
             return None
         segments = (len(merge.plan["segments"]) for merge in self._merges)
         return max(*segments, *(work.num_units for work in self._known.values()), 1)
@@ -538,7 +539,7 @@ class MergeJob:
             for stage in merge.stages:
                 with noting(errors):
                     if not awaits_results(stage):
-                        self._known[stage.name] = self._works(stage)
+                        self._known[stage.directory] = self._works(stage)
                         self._stage_run(stage).check()
                     elif isinstance(stage.spec, RepairSpec):
                         self._works(stage).check()
@@ -566,15 +567,15 @@ class MergeJob:
         )
 
     def _reports(self, stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
-        return {stage.name: stage_record(self._root / stage.directory) for stage in stages}
+        return {stage.directory: stage_record(self._root / stage.directory) for stage in stages}
 
     def _stage_run(self, stage: Stage) -> StageRun:
-        number = next(n for n, each in enumerate(self._stages, start=1) if each.name == stage.name)
+        number = [each.directory for each in self._stages].index(stage.directory) + 1
         return StageRun(
             stage,
             self._root,
             self._options,
-            work=self._known.get(stage.name) or self._works(stage),
+            work=self._known.get(stage.directory) or self._works(stage),
             on_event=self._on_event,
             position=(number, len(self._stages)),
             asked=self._asked,
@@ -582,7 +583,7 @@ class MergeJob:
 
     def _staging_nbytes(self, stage: Stage) -> int:
         """Most bytes of disk that a stage takes; at least its result's where no more is known yet."""
-        return self._stage_run(stage).disk_nbytes() if stage.name in self._known else stage.layout.nbytes
+        return self._stage_run(stage).disk_nbytes() if stage.directory in self._known else stage.layout.nbytes
 
     def _place(self, merge: PlannedMerge) -> Path | str:
         return self._output if merge is self._merges[-1] else self._between(merge)
