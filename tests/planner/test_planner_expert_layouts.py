@@ -208,7 +208,7 @@ def _asked(base: Path, said: str = "weights") -> tuple[ExpertSetRecipe, InputRes
 
 
 def _scores(base: Path, said: str = "weights") -> Scores:
-    return read_scores(*_asked(base, said))
+    return read_scores(*_asked(base, said), None)
 
 
 def test_sizes_of_weights(base: Path) -> None:
@@ -356,7 +356,7 @@ def test_every_byte_of_an_expert_is_read_once(
         root = write_checkpoint(tmp_path / "fused", _fused(family), CONFIG | sizes)
     asked = _asked(root)
     read = _bytes_read(monkeypatch)
-    assert read_scores(*asked) == wanted
+    assert read_scores(*asked, None) == wanted
     tensors = asked[1].sources[0].checkpoint.tensors
     stored = [tensor.nbytes for name, tensor in tensors.items() if ".experts." in name]
     assert sum(nbytes for _, nbytes in read) == sum(stored)
