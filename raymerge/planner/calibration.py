@@ -48,6 +48,9 @@ from raymerge.recipes.order import references
 from raymerge.recipes.schema import Recipe
 from raymerge.storage.local.store import LocalStore
 
+KIND = "calibration"
+"""Of the reports of statistics."""
+
 EXPERT_FIGURES: Mapping[str, DType] = {
     "saliency": DType.F64,
     "count": DType.I64,
@@ -165,17 +168,35 @@ def given_statistics(kind: StatisticsKind, model: Source, directory: str, *, pla
 
 
 def statistics_record(directory: str, *, place: str) -> Mapping[str, Any]:
-    """The record of a directory of statistics; raises PlanError where it is none."""
+    """The record of a directory of statistics; raises PlanError where it is none, or not as it was made."""
     root = Path(os.path.expanduser(directory))
     try:
         record = json.loads((root / STAGE_RECORD).read_bytes())
-        if record["report"]["kind"] == "calibration" and (root / RESULT_FILE).is_file():
+        if (root / RESULT_FILE).is_file() and _is_of_statistics(record):
             return dict(record)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         pass
-    what = "is no directory of statistics."
+    what = "is no directory of statistics, or its record is not as it was written."
     remedy = "Name one that 'raymerge calibrate' made."
     raise PlanError(Problem(f"{place}: {directory}", what, remedy))
+
+
+def _is_of_statistics(record: Any) -> bool:
+    """Whether a record has what is read of it."""
+    try:
+        report = record["report"]
+        words = [report[key] for key in ("model", "model_digest", "statistics")]
+        words += [text[key] for text in report["texts"] for key in ("path", "digest")]
+        words.append(record["result"]["digest"])
+        numbers = [report["tokens"], *(text["tokens"] for text in report["texts"])]
+        if report["statistics"] == "experts":
+            layers = [(each["saliency"], each["shares"], each["lost"]) for each in report["layers"]]
+            numbers += [number for layer in layers for figures in layer for number in figures]
+            numbers += [score for scores in report["sizes"].values() for score in scores]
+        are_typed = [isinstance(each, str) for each in words], [isinstance(n, int | float) for n in numbers]
+        return report["kind"] == KIND and all(map(all, are_typed)) and "length" in report
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def stage_report(stage: Stage, *places: Path) -> Mapping[str, Any] | None:

@@ -21,6 +21,7 @@ from raymerge.api import plan_for
 from raymerge.errors import IncompleteError, NonFiniteError, PlanError, RecipeError
 from raymerge.events import Event, SegmentDone, StageKept
 from raymerge.options import RunOptions
+from raymerge.planner.inputs.sources import STAGE_RECORD
 from raymerge.stages.calibration import blocks
 from raymerge.stages.calibration.experts import SCORES, tokens_lost
 from raymerge.stages.router.work import PROMPTS
@@ -268,6 +269,20 @@ def test_drops_what_the_command_measured(tmp_path: Path) -> None:
     other = reading_model(tmp_path / "other", "deepseek_v3", seed=2)
     with pytest.raises(PlanError, match="holds statistics of model, which is not"):
         raymerge.plan(recipe | {"base_model": other.checkpoint.root})
+    place = tmp_path / "statistics" / STAGE_RECORD
+    record = json.loads(place.read_bytes())
+    damages: list[dict[str, Any]] = [
+        {"texts": 3},
+        {"texts": [{}]},
+        {"layers": [{}]},
+        {"layers": [{"saliency": ["1"], "shares": [], "lost": []}]},
+        {"sizes": None},
+        {"model_digest": None},
+    ]
+    for damage in damages:
+        write_json(place, record | {"report": record["report"] | damage})
+        with pytest.raises(PlanError, match="its record is not as it was written"):
+            raymerge.plan(recipe)
 
 
 def test_measures_within_the_recipe(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from raymerge.checkpoints.json_files import attempt
 from raymerge.deferred import torch
 from raymerge.device_numerics import full_float32
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.calibration import model_digest
+from raymerge.planner.calibration import KIND, model_digest
 from raymerge.planner.inputs.sources import RESULT_FILE, CalibrationSpec, Stage, StatisticsKind
 from raymerge.stages.calibration.blocks import Block, Statistics, Walk, blocks_of, num_tokens, tokens_of_few
 from raymerge.stages.calibration.experts import ExpertStatistics
@@ -28,8 +28,6 @@ from raymerge.stages.streamed_model import LayerStream, kept_nbytes
 from raymerge.stages.texts import Text, TextReader
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
-
-KIND = "calibration"
 
 _KINDS: Mapping[StatisticsKind, Callable[[CalibrationSpec], Statistics]] = {
     "experts": ExpertStatistics,
