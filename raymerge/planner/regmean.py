@@ -146,7 +146,8 @@ def _not_sequential(recipe: Recipe, decided: Decided, models: Sequence[int]) -> 
         yield Problem(place, f"{what}makes some of their tensors.", remedy)
     elif others_made := [*_made_otherwise(decided, models)]:
         output, sources = others_made[0]
-        names = " and ".join(decided.sources[each].name for each in dict.fromkeys(sources))
+        held = holdings(decided.sources)
+        names = " and ".join(held[each].name for each in dict.fromkeys(sources))
         what = "merged layers are run as regmean makes them of each model once, in the models' order; "
         what += f"{len(others_made)} of their tensors, such as {output}, which is made of {names}, are not."
         yield Problem(place, what, remedy)
