@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from raymerge.api import AuditOptions, RunOptions, audit, calibrate, conversion, plan_all, read_recipe, submit
 from raymerge.device_numerics import torch_threads
-from raymerge.errors import PlanError
+from raymerge.errors import CheckpointError, PlanError
 from raymerge.planner.inputs.sources import RESULT_FILE, open_models
 from raymerge.planner.merges import stages_of
 from raymerge.recipes.schema import Recipe
@@ -227,6 +227,19 @@ def test_statistics_of_a_directory_stand_in_for_texts(tmp_path: Path) -> None:
     first["statistics"] = str(tmp_path / "kept")
     found = merged(recipe, tmp_path / "of_statistics")
     assert all(torch.equal(of_texts[name], tensor) for name, tensor in found.items())
+
+
+def test_statistics_that_are_damaged_are_refused(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "llama")
+    first = recipe["models"][0]
+    kept = tmp_path / "kept"
+    calibrate(first["model"], tuple(first.pop("texts")), kept, INLINE, statistics="inputs", length=LENGTH)
+    first["statistics"] = str(kept)
+    data = bytearray((kept / RESULT_FILE).read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    (kept / RESULT_FILE).write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"kept/.* not those that 'raymerge calibrate' left"):
+        submit(recipe, tmp_path / "out", INLINE)
 
 
 def test_an_audit_finds_a_changed_byte_of_a_fitted_matrix(tmp_path: Path) -> None:

@@ -154,8 +154,10 @@ class StageRun:
 
     def _carry_out(self, pool: Pool, lease: Lease) -> None:
         conditions = _conditions(self._stage, pool.stage_numerics)
+        _check_given(self._stage)
         with self._units.made(pool, conditions, lease, replace=True) as units:
             report = dict(self.work.conclude(units))
+            _check_given(self._stage)
             with LocalStore(units) as store:
                 _check_result(self._stage, store)
                 store.sync(RESULT_FILE)
@@ -201,6 +203,23 @@ def _conditions(stage: Stage, numerics: Mapping[str, str] | None) -> dict[str, A
         "numerics": None if numerics is None else dict(numerics),
         "versions": file_versions(holdings(stage.spec.sources)),
     }
+
+
+def _check_given(stage: Stage) -> None:
+    """Raises CheckpointError: statistics that were made before are not what was made."""
+    given = stage.spec.statistics if isinstance(stage.spec, RegMeanSpec) else ()
+    problems = [
+        Problem(
+            str(Path(each.made_at) / RESULT_FILE),
+            "its bytes are not those that 'raymerge calibrate' left: it is damaged, or something changed it.",
+            "Make the statistics again.",
+        )
+        for each in given
+        if each.made_at
+        and not (result_digest(Path(each.made_at)) == each.digest and is_whole(Path(each.made_at)))
+    ]
+    if problems:
+        raise CheckpointError(problems)
 
 
 def _check_result(stage: Stage, store: LocalStore) -> None:
