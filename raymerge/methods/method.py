@@ -155,6 +155,8 @@ class Method:
     statistics: Literal["fisher"] | None = None
     """What a calibration collects for it: of each source one more input of the same shape, behind all
     sources. A tensor without them is a mean by ``weight``."""
+    leaves_base: bool = False
+    """Whether an unlisted base takes no part, although a source needs no parameters: it has no texts."""
     bound_to_shape: bool = False
     """Whether settings depend on the tensor's shape."""
     sampler: Callable[[Any, Tile, Settings], None] | None = None

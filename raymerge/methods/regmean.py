@@ -48,4 +48,5 @@ REGMEAN = Method(
         ),
     ),
     min_sources=2,
+    leaves_base=True,
 )

@@ -199,6 +199,17 @@ def test_experts_that_are_all_multiplied_at_once_are_refused(tmp_path: Path) -> 
         submit(recipe, tmp_path / "out", INLINE)
 
 
+def test_a_base_that_is_not_listed_is_no_parent(tmp_path: Path) -> None:
+    reading_model(tmp_path / "base", "llama", seed=3)
+    data = recipe_of(tmp_path, "llama", base_model=str(tmp_path / "base"))
+    rule = {"role": "mlp", "merge_method": "regmean"}
+    for more in ({}, {"merge_method": "task_arithmetic", "methods": [rule], "parameters": {"weight": 1}}):
+        recipe = read_recipe({**data, **more})
+        assert isinstance(recipe, Recipe)
+        (stage,) = stages_of(recipe, open_models(recipe).require(), version="0")
+        assert [source.name for source in stage.spec.sources] == [each["model"] for each in data["models"]]
+
+
 def test_units_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
     recipe = read_recipe(recipe_of(tmp_path, "llama"))
     assert isinstance(recipe, Recipe)

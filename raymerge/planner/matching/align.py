@@ -176,9 +176,9 @@ class SpanBuilder:
 def averaged_in(method: Method, scopes: Sequence[Parameters]) -> bool:
     """Whether an unlisted base counts as one more source, as in mergekit: it has what sources need.
 
-    A method whose sources need nothing (karcher) counts it always."""
+    A method whose sources need nothing (karcher) counts it always, unless it leaves it (regmean)."""
     if all(parameter.scope == "global" for parameter in method.parameters):
-        return method.base is BaseUse.UNUSED
+        return method.base is BaseUse.UNUSED and not method.leaves_base
     required = [p.name for p in method.parameters if p.required and p.scope == "source"]
     return bool(required) and all(any(name in scope for scope in scopes) for name in required)
 
