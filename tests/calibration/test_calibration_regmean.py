@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from raymerge.api import AuditOptions, RunOptions, audit, calibrate, conversion, plan_all, read_recipe, submit
 from raymerge.device_numerics import torch_threads
-from raymerge.errors import CheckpointError, PlanError
+from raymerge.errors import CheckpointError, PlanError, UserError
 from raymerge.planner.inputs.sources import RESULT_FILE, open_models
 from raymerge.planner.merges import stages_of
 from raymerge.recipes.schema import Recipe
@@ -169,6 +169,28 @@ def test_equal_sources_and_inputs_and_none_at_all_give_the_mean() -> None:
     gram = torch.eye(4).double() + 1
     assert torch.stack(mixes_of([gram, gram, gram], alpha=0.7, ridge=RIDGE)).abs().max() < 1e-14
     assert not torch.stack(mixes_of([torch.zeros(4, 4)] * 2, alpha=0.7, ridge=RIDGE)).any()
+
+
+def test_what_has_no_solution_is_refused_by_name() -> None:
+    gram = torch.tensor([[1.0, -5.0], [-5.0, 1.0]])
+    with pytest.raises(UserError, match=r"^q_proj: has no solution.*Write a smaller 'alpha'"):
+        mixes_of([gram, gram], alpha=0.5, ridge=RIDGE, name="q_proj")
+
+
+def test_few_inputs_that_are_alike_are_fitted_without_any_help_of_a_diagonal() -> None:
+    """Fewer tokens than inputs, so that all can be met; their sums in float32 have eigenvalues below zero."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(48, 512, generator=draw) + 3 * torch.randn(1, 512, generator=draw) for _ in "ab"]
+    weights = [torch.randn(8, 512, generator=draw) for _ in inputs]
+    grams = [each.T @ each / len(each) for each in inputs]
+    total = torch.stack(grams).sum(0).double()
+    assert torch.linalg.eigvalsh(total).min() < -1e-9 * total.diagonal().mean()
+    mixes = mixes_of(grams, alpha=1.0, ridge=1e-9)
+    fits = [weight + weight @ mix for weight, mix in zip(weights, mixes, strict=True)]
+    fit = torch.stack(fits).mean(0)
+    for own, weight in zip(inputs, weights, strict=True):
+        off = (own @ (fit - weight).T).norm() / (own @ (weights[0] - weights[1]).T).norm()
+        assert off < 0.01
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from raymerge.checkpoints.json_files import attempt
 from raymerge.deferred import torch
 from raymerge.device_numerics import full_float32
-from raymerge.errors import PlanError, Problem
+from raymerge.errors import PlanError, Problem, UserError
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.methods import combine
 from raymerge.planner.inputs.sources import RESULT_FILE, CalibrationSpec, MixedMatrices, RegMeanSpec, Stage
@@ -49,10 +49,16 @@ _COPIES = 5
 # Matrices in float64 beside those of the sources while a system is solved.
 
 
-def mixes_of(grams: Sequence[torch.Tensor], *, alpha: float, ridge: float) -> list[torch.Tensor]:
+def mixes_of(
+    grams: Sequence[torch.Tensor], *, alpha: float, ridge: float, name: str = ""
+) -> list[torch.Tensor]:
     """``N A_i - I`` for each of the Gram matrices, float32 ``[in, in]``. ``ridge``: relative to the mean of
-    the diagonal of their mean; without any input, each ``A_i`` is ``I / N``."""
+    the diagonal of their mean; without any input, each ``A_i`` is ``I / N``.
+
+    Raises UserError, which says ``name``: there is no solution."""
     count, total = len(grams), torch.zeros_like(grams[0], dtype=torch.float64)
+    # Sums in float32 are off by this share of the diagonal; beyond it, their rounding would be solved for.
+    alpha = min(alpha, 1.0 / (1.0 + len(total) * torch.finfo(torch.float32).eps))
     scaled = []
     for gram in grams:
         own = gram.double()
@@ -65,7 +71,10 @@ def mixes_of(grams: Sequence[torch.Tensor], *, alpha: float, ridge: float) -> li
     if not least:
         return [torch.zeros_like(each, dtype=torch.float32) for each in scaled]
     total.diagonal().add_(count * least)
-    factor = torch.linalg.cholesky(total)
+    factor, failed = torch.linalg.cholesky_ex(total)
+    if failed:
+        what = "has no solution for what its inputs are: they are too alike, or out of range."
+        raise UserError(Problem(name, what, "Write a smaller 'alpha', or a larger 'ridge'."))
     mixes = []
     for own in scaled:
         own.diagonal().add_(least)
@@ -74,6 +83,10 @@ def mixes_of(grams: Sequence[torch.Tensor], *, alpha: float, ridge: float) -> li
         turned.diagonal().sub_(1.0)
         mixes.append(turned.T.float().contiguous())
     return mixes
+
+
+def _mixes(mixed: MixedMatrices, grams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return mixes_of(grams, alpha=mixed.alpha, ridge=mixed.ridge, name=mixed.name)
 
 
 def regmean_work(stage: Stage, spec: RegMeanSpec) -> MeasuredWork | SequentialWork:
@@ -185,7 +198,7 @@ class MeasuredWork(_Work):
                 pairs = list(zip(mixed.models, mixed.grams, strict=True))
                 grams = [read[model].gram(name) for model, name in pairs]
                 few += [name for model, name in pairs if read[model].count(name) < FEW_TOKENS]
-                self._write(result, mixed, mixes_of(grams, alpha=mixed.alpha, ridge=mixed.ridge))
+                self._write(result, mixed, _mixes(mixed, grams))
             result.sync()
         return self._report(few)
 
@@ -392,8 +405,7 @@ class _Walk:
         for mixed in self._spec.matrices:
             if mixed.layer == layer:
                 taken = [grams[m][name] for m, name in zip(mixed.models, mixed.grams, strict=True)]
-                mixes = mixes_of([gram for gram, _ in taken], alpha=mixed.alpha, ridge=mixed.ridge)
-                yield mixed, mixes, [count for _, count in taken]
+                yield mixed, _mixes(mixed, [gram for gram, _ in taken]), [count for _, count in taken]
 
     def _measured(self, model: int, layer: int, states: States) -> dict[str, tuple[torch.Tensor, int]]:
         spec = self._spec.statistics[model].spec
