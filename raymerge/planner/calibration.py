@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import xxhash
 
 from raymerge.architectures.expert_fields import expert_fields
 from raymerge.architectures.rules import Role
-from raymerge.checkpoints.header import TensorSpec, lay_out
+from raymerge.checkpoints.header import StoredTensor, TensorSpec, lay_out
 from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Findings, PlanError, Problem
@@ -35,6 +37,7 @@ from raymerge.planner.inputs.sources import (
     Source,
     Stage,
     StatisticsKind,
+    beside_weights,
     holdings,
     make_stage,
 )
@@ -47,6 +50,7 @@ from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.order import references
 from raymerge.recipes.schema import Recipe
 from raymerge.storage.local.store import LocalStore
+from raymerge.storage.store import ReadStore
 
 KIND = "calibration"
 """Of the reports of statistics."""
@@ -212,22 +216,29 @@ def stage_report(stage: Stage, *places: Path) -> Mapping[str, Any] | None:
     return None
 
 
-_SAMPLES, _SAMPLE_NBYTES = 32, 256
+_MOST_SAMPLES, _SAMPLE_NBYTES = 4096, 64
+_NUM_READERS = 16
+# Those of a store far away wait for each other.
 
 
 def model_digest(model: Source) -> str:
-    """Of the contents of a model, wherever it lies: names, shapes and samples of its weights."""
-    digest = xxhash.xxh3_128()
+    """Of the contents of a model, wherever it lies: its config, tokenizer and scales of adapters, and names,
+    shapes and samples of its weights."""
+    digest = xxhash.xxh3_128(json.dumps(beside_weights(model), sort_keys=True).encode())
     for holding in holdings([model]):
         tensors = [tensor for _, tensor in sorted(holding.stored.items())]
         digest.update(repr([(each.name, each.dtype.value, each.shape) for each in tensors]).encode())
-        chosen = tensors[:: max(1, len(tensors) // _SAMPLES)]
-        with holding.open() as store:
-            for each in chosen:
-                count = min(_SAMPLE_NBYTES, each.nbytes)
-                middle = each.offset + (each.nbytes - count) // 2
-                digest.update(store.read(each.key, middle, count))
+        # By a digest: every n-th name would be the same part of each layer.
+        chosen = sorted(tensors, key=lambda each: xxhash.xxh3_64_intdigest(each.name.encode()))
+        with holding.open() as store, ThreadPoolExecutor(_NUM_READERS) as readers:
+            for sample in readers.map(partial(_sample, store), chosen[:_MOST_SAMPLES]):
+                digest.update(sample)
     return digest.hexdigest()
+
+
+def _sample(store: ReadStore, tensor: StoredTensor) -> bytes:
+    count = min(_SAMPLE_NBYTES, tensor.nbytes)
+    return store.read(tensor.key, tensor.offset + (tensor.nbytes - count) // 2, count)
 
 
 def routed_blocks(model: Source, *, are_mtp: bool = False) -> tuple[ExpertBlock, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ from kits.layer_streams import open_base
 from kits.marks import slow_but
 from kits.merge_cases import INLINE, merge
 from kits.statistics_maker import given_fisher
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from raymerge.api import AuditOptions, audit, calibrate, plan, plan_for
 from raymerge.errors import UserError
+from raymerge.planner.calibration import model_digest
 from raymerge.planner.inputs.weights import Weights
 from raymerge.runtime.driver.chained_merges import MergeJob
 from raymerge.stages import streamed_model
@@ -177,3 +180,26 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             plan(recipe).require()
+
+
+def test_statistics_are_those_of_one_model(tmp_path: Path) -> None:
+    """Of a copy of it too; any tensor, the config and the tokenizer are parts of it."""
+    place = tmp_path / "a"
+    reading_model(place, "llama")
+    before = model_digest(open_base(place))
+    assert model_digest(open_base(Path(shutil.copytree(place, tmp_path / "copy")))) == before
+    weights = place / "model.safetensors"
+    tensors, stored = load_file(weights), weights.read_bytes()
+    digests = []
+    for name in tensors:
+        changed = {**tensors, name: tensors[name] + 1}
+        save_file(changed, weights, {"format": "pt"})
+        digests.append(model_digest(open_base(place)))
+    weights.write_bytes(stored)
+    for key in ("config.json", "tokenizer_config.json"):
+        kept = (place / key).read_text()
+        (place / key).write_text(json.dumps({**json.loads(kept), "rope_theta": 5.0}))
+        digests.append(model_digest(open_base(place)))
+        (place / key).write_text(kept)
+    assert model_digest(open_base(place)) == before
+    assert len({before, *digests}) == len(tensors) + 3

@@ -468,10 +468,14 @@ def _plain_transplant(spec: TransplantSpec) -> dict[str, Any]:
 
 
 def _fingerprints(source: Source) -> list[Any]:
-    weights = [fingerprint(holding) for holding in holdings([source])]
+    return [[fingerprint(holding) for holding in holdings([source])], *beside_weights(source)]
+
+
+def beside_weights(source: Source) -> list[Any]:
+    """What else decides what a model makes of a text: config, tokenizer and the scales of an adapter."""
     factors = source.adapter.factors if source.adapter is not None else {}
     scales = [[module, factor.scale, factor.transposed] for module, factor in factors.items()]
-    return [weights, source.checkpoint.config, _tokenizer_digests(source), scales]
+    return [source.checkpoint.config, _tokenizer_digests(source), scales]
 
 
 def _tokenizer_digests(source: Source) -> dict[str, str]:
