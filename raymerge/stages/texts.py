@@ -11,6 +11,7 @@ than a window is cut as a text is."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -22,16 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from raymerge.architectures.rules import config_int
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import OptionError, PlanError, Problem
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.sources import CHAT_ENDING, CalibrationText, Source
 from raymerge.storage.temporary import fetched
 
 USUAL_LENGTH = 512
 """Tokens of a window, unless the model reads fewer at once."""
-CHAT_ENDING = ".jsonl"
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 # What configs call the number of tokens that the model reads at once.
@@ -110,23 +111,34 @@ class TextReader:
 
     def read(self, paths: Sequence[str]) -> tuple[Text, ...]:
         """Raises PlanError: files that are not there or have nothing to judge, with all of them."""
+        return self._read_all([(path, "") for path in paths])
+
+    def read_planned(self, planned: Sequence[CalibrationText]) -> tuple[Text, ...]:
+        """As ``read``; raises PlanError also for files that were written to since."""
+        return self._read_all([(text.path, text.digest) for text in planned])
+
+    def _read_all(self, files: Sequence[tuple[str, str]]) -> tuple[Text, ...]:
         texts: list[Text] = []
         problems: list[Problem] = []
-        for path in paths:
+        for path, digest in files:
             try:
-                texts.append(self._read(path))
+                texts.append(self._read(path, digest))
             except PlanError as error:
                 problems += error.problems
         if problems:
             raise PlanError(problems)
         return tuple(texts)
 
-    def _read(self, path: str) -> Text:
+    def _read(self, path: str, digest: str) -> Text:
         try:
-            content = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
+            stored = Path(os.path.expanduser(path)).read_bytes()
+            content = io.TextIOWrapper(io.BytesIO(stored), encoding="utf-8-sig").read()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise PlanError(Problem(path, f"cannot be read: {reason}.", "Name a file of text.")) from error
+        if digest and xxhash.xxh3_128_hexdigest(stored) != digest:
+            what = "was written to since the plan was made."
+            raise PlanError(Problem(path, what, "Give the command again, and leave the file as it is."))
         chats = self._conversations(path, content) if path.endswith(CHAT_ENDING) else [self._text(content)]
         pieces = (window for each in chats for window in self._windows(each))
         windows = tuple(self._limited(window for window in pieces if window.num_judged))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from raymerge.api import AuditOptions, audit, calibrate, plan, plan_for
-from raymerge.errors import UserError
+from raymerge.errors import PlanError, UserError
 from raymerge.planner.calibration import model_digest
 from raymerge.planner.inputs.weights import Weights
 from raymerge.runtime.driver.chained_merges import MergeJob
@@ -203,3 +203,23 @@ def test_statistics_are_those_of_one_model(tmp_path: Path) -> None:
         (place / key).write_text(kept)
     assert model_digest(open_base(place)) == before
     assert len({before, *digests}) == len(tensors) + 3
+
+
+def test_what_turns_texts_into_tokens_tells_stages_apart(tmp_path: Path) -> None:
+    """The chat template, and whether a file has conversations; a file that is written to later is refused."""
+    place = tmp_path / "a"
+    model = reading_model(place, "llama")
+    line = json.dumps(
+        {"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]}
+    )
+    text, chat = tmp_path / "text.txt", tmp_path / "text.jsonl"
+    for path in (text, chat):
+        path.write_text(line)
+    stages = [stage_of(model, "fisher", [path]) for path in (text, chat)]
+    for template in ("{{ messages }}", "{{ messages[0] }}"):
+        (place / "chat_template.jinja").write_text(template)
+        stages.append(stage_of(open_base(place), "fisher", [chat]))
+    assert len({stage.digest for stage in stages}) == 4
+    text.write_text(line + " ")
+    with pytest.raises(PlanError, match=r"text\.txt: was written to since"):
+        make(stages[0], tmp_path / "made")

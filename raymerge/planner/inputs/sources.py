@@ -187,11 +187,19 @@ class TransplantSpec:
 StatisticsKind: TypeAlias = Literal["experts", "inputs", "fisher"]
 
 
+CHAT_ENDING = ".jsonl"
+"""Of a file of conversations; any other is text."""
+
+
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
     path: str
     digest: str
     """Of the bytes of the file."""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.path.endswith(CHAT_ENDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +404,7 @@ STAGE_RECORD = f"{RECORD_DIRECTORY}/stage.json"
 
 _TOKENIZER = (
     *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
-    "*.tiktoken",
+    *("*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates*"),
 )
 
 
@@ -441,11 +449,11 @@ def _plain(spec: StageSpec) -> dict[str, Any]:
         way = [spec.is_sequential, None if spec.dtype is None else spec.dtype.value]
         return {"kind": "regmean", "of": made_of, "matrices": matrices, "way": way}
     if isinstance(spec, CalibrationSpec):
-        texts = [each.digest for each in spec.texts]
+        texts = [[each.digest, each.is_chat] for each in spec.texts]
         asked = {"texts": texts, "tokens": spec.num_tokens, "length": spec.length, "only": spec.only}
         return {"kind": "calibration", "statistics": spec.kind, "model": _fingerprints(spec.model), **asked}
     if isinstance(spec, RepairSpec):
-        domains = [[each.digest for each in own] for own in spec.texts]
+        domains = [[[each.digest, each.is_chat] for each in own] for own in spec.texts]
         asked = {"texts": domains, "tokens": spec.num_tokens, "length": spec.length}
         sources = [_fingerprints(each) for each in spec.sources]
         return {"kind": "repair", "sources": sources, **asked}

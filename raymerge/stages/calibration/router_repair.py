@@ -86,7 +86,8 @@ class RepairWork:
         if self._given is not None:
             return self._given
         spec = self.spec
-        return TextReader(spec.merged, length=spec.length, num_tokens=spec.num_tokens).read(self._paths)
+        reader = TextReader(spec.merged, length=spec.length, num_tokens=spec.num_tokens)
+        return reader.read_planned([*{text.path: text for own in spec.texts for text in own}.values()])
 
     @cached_property
     def _block(self) -> Block:

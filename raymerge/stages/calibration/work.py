@@ -63,7 +63,7 @@ class CalibrationWork:
     def _texts(self) -> Sequence[Text]:
         if self._given is not None:
             return self._given
-        return self._reader.read([text.path for text in self._spec.texts])
+        return self._reader.read_planned(self._spec.texts)
 
     @cached_property
     def _blocks(self) -> tuple[Block, ...]:
