@@ -96,10 +96,18 @@ class TextReader:
 
     The constructor raises PlanError: the model has no tokenizer; OptionError: windows that it cannot read."""
 
-    def __init__(self, source: Source, *, length: int | None = None, num_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        length: int | None = None,
+        num_tokens: int | None = None,
+        judges_all: bool = False,
+    ) -> None:
         """``length``: tokens of a window; None for 512, or what the model reads at once if that is less.
-        ``num_tokens``: most judged tokens of a file."""
+        ``num_tokens``: most judged tokens of a file. ``judges_all``: of conversations all that is said."""
         self._source = source
+        self._judges_all = judges_all
         self._num_tokens = num_tokens
         most = most_positions(source)
         self.length = min(USUAL_LENGTH, most or USUAL_LENGTH) if length is None else length
@@ -201,6 +209,10 @@ class TextReader:
 
     def _turns(self, messages: list[Any], tools: Any) -> Iterator[Window]:
         self._check_template()
+        if self._judges_all:
+            tokens = token_ids(self._tokenizer, self._rendered(messages, tools))
+            yield _window(tokens, [True] * len(tokens))
+            return
         if self._marks_generation:
             made = self._tokenizer.apply_chat_template(
                 messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
@@ -244,7 +256,7 @@ class TextReader:
         if not self._tokenizer.chat_template:
             what = "its tokenizer has no chat template, which conversations need."
             raise PlanError(Problem(self._source.name, what, "Name a file of text, or a model that chats."))
-        if not (self._marks_generation or self._tokenizer.is_fast):
+        if not (self._judges_all or self._marks_generation or self._tokenizer.is_fast):
             what = "its tokenizer does not tell where in a text its tokens are, which conversations need."
             raise PlanError(Problem(self._source.name, what, "Give it a tokenizer.json."))
 

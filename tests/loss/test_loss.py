@@ -314,6 +314,16 @@ def test_long_conversations_are_cut(tmp_path: Path) -> None:
     assert judged_of(text) == [[30], [31, 2], [32, 2]]
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED, LAST_ONLY])
+def test_all_of_a_conversation_counts_where_nothing_is_said_of_answers(tmp_path: Path, template: str) -> None:
+    """Each once, up to the number of tokens, and those that nobody answers."""
+    path = chat(tmp_path / "talk.jsonl", TALK[:1], TALK)
+    reader = TextReader(talking(tmp_path / "model", template), num_tokens=9, judges_all=True)
+    (text,) = reader.read([path])
+    assert tokens_of(text) == [[10, 20, 21, 11], [10, 20, 21, 11, 12, 30, 31]]
+    assert judged_of(text) == [each[1:] for each in tokens_of(text)]
+
+
 def test_conversations_without_an_answer_are_left_out(tmp_path: Path) -> None:
     path = chat(tmp_path / "talk.jsonl", TALK[:1], TALK)
     (text,) = TextReader(talking(tmp_path / "model", PLAIN)).read([path])

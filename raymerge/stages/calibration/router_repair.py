@@ -86,7 +86,7 @@ class RepairWork:
         if self._given is not None:
             return self._given
         spec = self.spec
-        reader = TextReader(spec.merged, length=spec.length, num_tokens=spec.num_tokens)
+        reader = TextReader(spec.merged, length=spec.length, num_tokens=spec.num_tokens, judges_all=True)
         return reader.read_planned([*{text.path: text for own in spec.texts for text in own}.values()])
 
     @cached_property

@@ -57,7 +57,9 @@ class CalibrationWork:
     @cached_property
     def _reader(self) -> TextReader:
         spec = self._spec
-        return TextReader(spec.model, length=spec.length, num_tokens=spec.num_tokens)
+        # Gradients are those of what a model is to say; it sees inputs and chooses experts for all.
+        judges_all = spec.kind != "fisher"
+        return TextReader(spec.model, length=spec.length, num_tokens=spec.num_tokens, judges_all=judges_all)
 
     @cached_property
     def _texts(self) -> Sequence[Text]:
