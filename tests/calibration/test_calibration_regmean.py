@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pytest
 import torch
 from kits.calibrations import CPU, reading_model, windows_of, write_text
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from raymerge.api import AuditOptions, RunOptions, audit, calibrate, conversion, plan_all, read_recipe, submit
 from raymerge.device_numerics import torch_threads
-from raymerge.errors import CheckpointError, PlanError, UserError
+from raymerge.errors import CheckpointError, NonFiniteError, PlanError, UserError
 from raymerge.planner.inputs.sources import RESULT_FILE, open_models
 from raymerge.planner.merges import stages_of
 from raymerge.recipes.schema import Recipe
@@ -153,6 +153,18 @@ def test_inputs_behind_merged_layers_are_those_of_the_merged_model(tmp_path: Pat
             state[key] = torch.from_numpy(fitted(*pairs, [tokens for _, tokens in seen]))
     for key, tensor in found.items():
         torch.testing.assert_close(tensor.double(), state[key], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_gives_nan_behind_merged_ones_is_named(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "llama", calibrate={"model": "merged"})
+    path = Path(recipe["models"][1]["model"]) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(NonFiniteError, match=r"llama2: layer 1 gives NaN or infinity for \S*text2.txt"):
+        submit(recipe, tmp_path / "out", INLINE)
+    with pytest.raises(NonFiniteError, match=r"^q_proj: has inputs"):
+        mixes_of([torch.full((2, 2), torch.inf)] * 2, alpha=0.5, ridge=RIDGE, name="q_proj")
 
 
 def test_without_what_is_off_the_diagonal_each_column_is_a_weighted_mean() -> None:

@@ -124,13 +124,18 @@ class Walk:
         )
 
     def check(self, values: torch.Tensor, batch: int, where: str) -> None:
-        """Raises NonFiniteError: values that ``where`` gives for a batch hold NaN or infinity."""
-        if math.isfinite(float(values.sum(dtype=torch.float64))):
-            return
-        names = sorted({self.names[text] for text in self.block[batch].texts})
-        what = f"{where} gives NaN or infinity for {', '.join(names)}."
-        remedy = "Check its weights, for example by `raymerge inspect`, and the recipe that they came from."
-        raise NonFiniteError(Problem(self.model.name, what, remedy))
+        """As ``check_finite``, for a batch."""
+        texts = [self.names[text] for text in self.block[batch].texts]
+        check_finite(values, where, model=self.model.name, texts=texts)
+
+
+def check_finite(values: torch.Tensor, where: str, *, model: str, texts: Sequence[str]) -> None:
+    """Raises NonFiniteError: values that ``where`` gives for some texts hold NaN or infinity."""
+    if math.isfinite(float(values.sum(dtype=torch.float64))):
+        return
+    what = f"{where} gives NaN or infinity for {', '.join(sorted(set(texts)))}."
+    remedy = "Check its weights, for example by `raymerge inspect`, and the recipe that they came from."
+    raise NonFiniteError(Problem(model, what, remedy))
 
 
 class Write(Protocol):

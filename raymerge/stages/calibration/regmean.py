@@ -10,6 +10,7 @@ RegMean++ (arXiv 2508.03121) takes the inputs of each layer behind merged layers
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +22,12 @@ from typing import Any, TypeAlias
 from raymerge.checkpoints.json_files import attempt
 from raymerge.deferred import torch
 from raymerge.device_numerics import full_float32
-from raymerge.errors import PlanError, Problem, UserError
+from raymerge.errors import NonFiniteError, PlanError, Problem, UserError
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.methods import combine
 from raymerge.planner.inputs.sources import RESULT_FILE, CalibrationSpec, MixedMatrices, RegMeanSpec, Stage
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.calibration.blocks import Batch, added, blocks_of
+from raymerge.stages.calibration.blocks import Batch, added, blocks_of, check_finite
 from raymerge.stages.calibration.inputs import FEW_TOKENS, INPUTS, TOKENS, Grams, grams_nbytes, inputs_of
 from raymerge.stages.calibration.work import CalibrationWork, texts_report
 from raymerge.stages.router.results import TensorFile
@@ -55,7 +56,7 @@ def mixes_of(
     """``N A_i - I`` for each of the Gram matrices, float32 ``[in, in]``. ``ridge``: relative to the mean of
     the diagonal of their mean; without any input, each ``A_i`` is ``I / N``.
 
-    Raises UserError, which says ``name``: there is no solution."""
+    Raises UserError, which says ``name``: there is no solution, or the Gram matrices are not finite."""
     count, total = len(grams), torch.zeros_like(grams[0], dtype=torch.float64)
     # Sums in float32 are off by this share of the diagonal; beyond it, their rounding would be solved for.
     alpha = min(alpha, 1.0 / (1.0 + len(total) * torch.finfo(torch.float32).eps))
@@ -67,7 +68,11 @@ def mixes_of(
         own.diagonal().copy_(diagonal)
         total += own
         scaled.append(own)
-    least = ridge * float(total.diagonal().mean()) / count
+    mean = float(total.diagonal().mean())
+    if not math.isfinite(mean):
+        what = "has inputs whose products are NaN or infinite."
+        raise NonFiniteError(Problem(name, what, "Check the models' weights by `raymerge inspect`."))
+    least = ridge * mean / count
     if not least:
         return [torch.zeros_like(each, dtype=torch.float32) for each in scaled]
     total.diagonal().add_(count * least)
@@ -285,6 +290,11 @@ class SequentialWork(_Work):
         every = [blocks_of(work.texts, most_tokens=1 << 62) for work in self._works if work is not None]
         return tuple(batch for (batch,) in every)
 
+    @cached_property
+    def _names(self) -> list[list[str]]:
+        """Of the texts of each source."""
+        return [[text.name for text in work.texts] for work in self._works if work is not None]
+
     @property
     def num_units(self) -> int:
         return 1
@@ -339,7 +349,7 @@ class SequentialWork(_Work):
             with LocalStore(staging) as store, full_float32(), torch.no_grad(), ExitStack() as stack:
                 result = TensorFile(store, RESULT_FILE, self._stage.layout)
                 result.create()
-                walk = _Walk(self._spec, self._batches, stack, device)
+                walk = _Walk(self._spec, self._batches, self._names, stack, device)
                 few: list[str] = []
                 with keep_states(self._shapes, walk.width, spill=None if fits else spill) as states:
                     for mixed, mixes, counts in walk.layers(states, tell):
@@ -365,10 +375,21 @@ class _Walk:
     """All sources and the merged model, one layer of one of them in memory at a time."""
 
     def __init__(
-        self, spec: RegMeanSpec, batches: Sequence[Sequence[Batch]], stack: ExitStack, device: torch.device
+        self,
+        spec: RegMeanSpec,
+        batches: Sequence[Sequence[Batch]],
+        names: Sequence[Sequence[str]],
+        stack: ExitStack,
+        device: torch.device,
     ) -> None:
+        """``batches`` and ``names`` of texts: of each source."""
         self._spec = spec
         self._batches = batches
+        self._texts = [
+            [own[text] for text in batch.texts]
+            for own, some in zip(names, batches, strict=True)
+            for batch in some
+        ]
         self._device = device
         self._weights = MergedWeights(spec)
         stack.callback(self._weights.close)
@@ -387,6 +408,7 @@ class _Walk:
         flat = [batch for own in self._batches for batch in own]
         for number, batch in enumerate(flat):
             hidden, nbytes = self._merged.embed(batch.tokens, self._device)
+            self._check(hidden, number, "the embedding")
             states[number] = hidden.cpu()
             self.read_bytes += nbytes
         for layer in range(self._merged.num_layers):
@@ -395,7 +417,9 @@ class _Walk:
                 yield mixed, mixes, counts
             with self._resident(self._merged, layer):
                 for number in range(len(flat)):
-                    states[number] = self._run(self._merged, layer, flat[number], states[number]).cpu()
+                    hidden = self._run(self._merged, layer, flat[number], states[number])
+                    self._check(hidden, number, f"layer {layer}")
+                    states[number] = hidden.cpu()
             self._weights.mixes.clear()
             tell(self.read_bytes)
 
@@ -415,9 +439,16 @@ class _Walk:
             grams = Grams(spec.model, resident, inputs_of(spec))
             with grams.collecting():
                 for number, batch in enumerate(self._batches[model], start=first):
-                    self._run(self._models[model], layer, batch, states[number])
+                    hidden = self._run(self._models[model], layer, batch, states[number])
+                    self._check(hidden, number, f"layer {layer}", model)
         tokens = sum(batch.shape.num_tokens for batch in self._batches[model])
         return {name: ((gram / tokens).cpu(), count) for name, gram, count in grams.sums()}
+
+    def _check(self, values: torch.Tensor, batch: int, where: str, model: int | None = None) -> None:
+        """As ``check_finite``; ``model``: None for what is merged."""
+        names = [source.name for source in self._spec.sources]
+        name = f"what is merged of {' and '.join(names)}" if model is None else names[model]
+        check_finite(values, where, model=name, texts=self._texts[batch])
 
     @contextmanager
     def _resident(self, model: StreamedModel, layer: int) -> Iterator[ResidentLayer]:
