@@ -23,6 +23,7 @@ from raymerge.planner.inputs.sources import RESULT_FILE, open_models
 from raymerge.planner.merges import stages_of
 from raymerge.recipes.schema import Recipe
 from raymerge.stages.calibration.regmean import mixes_of, regmean_work
+from raymerge.stages.streamed_model import Shape, StreamedModel
 
 LENGTH, WORDS = 9, 160
 ALPHA, RIDGE = 0.8, 1e-3
@@ -260,6 +261,35 @@ def test_units_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
             work.conclude(staging)
         made.append((staging / RESULT_FILE).read_bytes())
     assert made[0] == made[1]
+
+
+def test_arguments_of_layers_are_made_anew_where_they_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, calls = list[Shape](), StreamedModel.calls
+
+    def noted(model: StreamedModel, shape: Shape, device: torch.device) -> Any:
+        made.append(shape)
+        return calls(model, shape, device)
+
+    monkeypatch.setattr(StreamedModel, "calls", noted)
+    recipe = read_recipe(recipe_of(tmp_path, "llama", calibrate={"model": "merged"}))
+    write_text(tmp_path / "text2.txt", WORDS // 2, seed=2)
+    assert isinstance(recipe, Recipe)
+    (stage,) = stages_of(recipe, open_models(recipe).require(), version="0")
+    results, often = [], []
+    for spare in (0, 1 << 30):
+        made.clear()
+        work, staging = regmean_work(stage, stage.spec), tmp_path / f"spare{spare}"  # type: ignore[arg-type]
+        staging.mkdir()
+        work.check()
+        budget = work.least_budget() + spare
+        with torch_threads(1):
+            work.unit(0, staging=staging, device=CPU, budget=budget, tell=lambda _: None)
+        results.append((staging / RESULT_FILE).read_bytes())
+        often.append(len(made))
+    assert results[0] == results[1]
+    assert often[0] > often[1] == len(set(made)) > 1
 
 
 @pytest.mark.slow

@@ -344,12 +344,14 @@ class SequentialWork(_Work):
         for left in staging.glob("spill-*"):
             shutil.rmtree(left, ignore_errors=True)
         spill = Path(tempfile.mkdtemp(prefix="spill-", dir=staging))
-        fits = budget - self.least_budget() >= self._states_nbytes()
+        spare = budget - self.least_budget()
+        fits = spare >= self._states_nbytes()
+        spare -= self._states_nbytes() if fits else 0
         try:
             with LocalStore(staging) as store, full_float32(), torch.no_grad(), ExitStack() as stack:
                 result = TensorFile(store, RESULT_FILE, self._stage.layout)
                 result.create()
-                walk = _Walk(self._spec, self._batches, self._names, stack, device)
+                walk = _Walk(self._spec, self._batches, self._names, stack, device, spare)
                 few: list[str] = []
                 with keep_states(self._shapes, walk.width, spill=None if fits else spill) as states:
                     for mixed, mixes, counts in walk.layers(states, tell):
@@ -381,8 +383,10 @@ class _Walk:
         names: Sequence[Sequence[str]],
         stack: ExitStack,
         device: torch.device,
+        limit: int,
     ) -> None:
-        """``batches`` and ``names`` of texts: of each source."""
+        """``batches`` and ``names`` of texts: of each source; ``limit``: bytes of memory for the arguments of
+        layer calls, beyond those of one shape."""
         self._spec = spec
         self._batches = batches
         self._texts = [
@@ -398,6 +402,7 @@ class _Walk:
             StreamedModel(source, stack.enter_context(Weights(source)), INPUTS) for source in spec.sources
         ]
         self.read_bytes = stack.enter_context(self._merged.opened(device))
+        self._limit = limit
         self._calls: dict[Shape, tuple[Call, ...]] = {}
 
     @property
@@ -459,5 +464,8 @@ class _Walk:
     def _run(self, model: StreamedModel, layer: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         shape = batch.shape
         if shape not in self._calls:
+            # They are made anew where they would take more than there is.
+            if sum(map(self._merged.call_bytes, (*self._calls, shape))) > self._limit:
+                self._calls.clear()
             self._calls[shape] = self._merged.calls(shape, self._device)
         return model.run(layer, self._calls[shape][layer], hidden.to(self._device))[0]
