@@ -90,7 +90,7 @@ from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
 from raymerge.stages.loss import Evaluation, Evaluator, OnLayer
-from raymerge.stages.texts import TextReader
+from raymerge.stages.texts import TextReader, check_numbers
 from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_remote, join, shown
 from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup, open_store, resolve_source
 from raymerge.storage.temporary import OwnDirectory
@@ -314,6 +314,7 @@ def calibrate(
     chosen, emit = options or RunOptions(), on_event or (lambda _: None)
     reference = parsed_model(str(model))
     source = with_adapter(source_of(0, reference, open_reference(reference)))
+    check_numbers(length, tokens, source)
     asked = Calibrate(texts=tuple(map(str, texts)), tokens=tokens, length=length)
     stage = calibration_stage(statistics, source, asked, place="--texts", version=version("raymerge"))
     run = CalibrationRun(stage, Path(os.path.realpath(output)), chosen, on_event=emit)

@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from raymerge.architectures.expert_fields import expert_fields
-from raymerge.architectures.rules import Role
+from raymerge.architectures.rules import Role, config_int
 from raymerge.checkpoints.header import StoredTensor, TensorSpec, lay_out
 from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
@@ -76,17 +76,19 @@ def calibration_stage(
     version: str,
     texts: Sequence[str] = (),
     only: Sequence[str] = (),
+    length_place: str = "--length",
 ) -> Stage:
     """The stage that runs a model on the texts of ``calibrate``, or on ``texts`` in their place; ``only`` as
     in the spec.
 
-    ``place``: where in the recipe it is asked for. Raises PlanError: there are no texts, or they cannot be
-    read, or the model has nothing of the kind."""
+    ``place``: where in the recipe it is asked for, ``length_place`` the length. Raises PlanError: there are
+    no texts, or they cannot be read, or the model has nothing of the kind or reads fewer tokens."""
     paths = tuple(texts or calibrate.texts)
     if not paths:
         what = f"statistics of {model.name} are needed, and no texts are named to run it on."
         raise PlanError(Problem(place, what, "Add 'calibrate: {texts: [FILE]}'."))
     digested = digested_texts(paths, place)
+    check_length(calibrate.length, model, length_place)
     spec = CalibrationSpec(model, kind, digested, calibrate.tokens, calibrate.length, tuple(only))
     return make_stage(
         name=f"@{kind}-{xxhash.xxh3_64_hexdigest(str(model.reference).encode())}",
@@ -139,7 +141,10 @@ def _stage_of(kind: StatisticsKind, model: Source, path: FieldPath, recipe: Reci
     if calibrate.model != "source":
         what = f"statistics for {kind} are those of each source, and those of what is merged are asked for."
         raise PlanError(Problem(recipe.where("calibrate", "model"), what, "Remove the line."))
-    return calibration_stage(kind, model, calibrate, place=place, version=version, texts=texts)
+    length_place = recipe.where("calibrate", "length")
+    return calibration_stage(
+        kind, model, calibrate, place=place, version=version, texts=texts, length_place=length_place
+    )
 
 
 def given_statistics(kind: StatisticsKind, model: Source, directory: str, *, place: str) -> Stage:
@@ -214,6 +219,23 @@ def stage_report(stage: Stage, *places: Path) -> Mapping[str, Any] | None:
             report: Mapping[str, Any] = record["report"]
             return report
     return None
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+# What configs call the number of tokens that the model reads at once.
+
+
+def most_positions(source: Source) -> int | None:
+    """Tokens that a model reads at once; None where its config names no limit."""
+    return config_int(source.checkpoint.config, _POSITIONS)
+
+
+def check_length(length: int | None, model: Source, place: str) -> None:
+    """Raises PlanError: a model does not read so many tokens at once."""
+    most = most_positions(model)
+    if length is not None and most is not None and length > most:
+        what = f"windows have {length} tokens, and {model.name} reads {most} at once."
+        raise PlanError(Problem(place, what, f"Give {most} or fewer, or leave it out."))
 
 
 _MOST_SAMPLES, _SAMPLE_NBYTES = 4096, 64

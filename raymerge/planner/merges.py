@@ -75,7 +75,12 @@ def stages_of(
         stages = (repair_stage(recipe, recipe.router, sources, version=version),)
     elif isinstance(recipe, ExpertSetRecipe) and recipe.is_measured and recipe.calibrate is not None:
         place = recipe.where("experts", "scores")
-        stages = (calibration_stage("experts", sources[0], recipe.calibrate, place=place, version=version),)
+        length = recipe.where("calibrate", "length")
+        stages = (
+            calibration_stage(
+                "experts", sources[0], recipe.calibrate, place=place, version=version, length_place=length
+            ),
+        )
     elif isinstance(recipe, Recipe) and recipe.align:
         stages = align_stages(recipe, sources, version=version)
     elif isinstance(recipe, Recipe) and approximation_of(recipe) is not None:

@@ -108,8 +108,16 @@ def _statistics(
     place = recipe.where("calibrate" if recipe.calibrate else "merge_method")
     if texts:
         place = recipe.where("models", position, "texts")
+    length_place = recipe.where("calibrate", "length")
     return calibration_stage(
-        "inputs", source, calibrate, place=place, version=version, texts=texts, only=only
+        "inputs",
+        source,
+        calibrate,
+        place=place,
+        version=version,
+        texts=texts,
+        only=only,
+        length_place=length_place,
     )
 
 

@@ -9,7 +9,7 @@ import xxhash
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.calibration import digested_texts, routed_blocks
+from raymerge.planner.calibration import check_length, digested_texts, routed_blocks
 from raymerge.planner.inputs.sources import (
     RepairSpec,
     RouterPlace,
@@ -43,6 +43,10 @@ def repair_stage(recipe: Recipe, repair: RouterRepair, sources: Sequence[Source]
         problems.append(Problem(recipe.where("router"), what, "In a merge write 'router: repair' alone."))
     if not problems:
         problems += [problem for model in models for problem in _misfits(routers, merged, model)]
+    try:
+        check_length(calibrate.length, merged, recipe.where("calibrate", "length"))
+    except PlanError as error:
+        problems += error.problems
     texts = []
     for index, domain in enumerate(repair.repair):
         try:

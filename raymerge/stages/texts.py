@@ -25,24 +25,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from raymerge.architectures.rules import config_int
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import OptionError, PlanError, Problem
+from raymerge.planner.calibration import most_positions
 from raymerge.planner.inputs.sources import CHAT_ENDING, CalibrationText, Source
 from raymerge.storage.temporary import fetched
 
 USUAL_LENGTH = 512
 """Tokens of a window, unless the model reads fewer at once."""
 
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-# What configs call the number of tokens that the model reads at once.
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _TOKENIZER_FIRST = "Put the tokenizer's files beside its config.json"
-
-
-def most_positions(source: Source) -> int | None:
-    """Tokens that a model reads at once; None where its config names no limit."""
-    return config_int(source.checkpoint.config, _POSITIONS)
 
 
 def load_tokenizer(source: Source, *, instead: str = "") -> Any:
@@ -109,9 +102,9 @@ class TextReader:
         self._source = source
         self._judges_all = judges_all
         self._num_tokens = num_tokens
-        most = most_positions(source)
-        self.length = min(USUAL_LENGTH, most or USUAL_LENGTH) if length is None else length
-        _check_numbers(self.length, num_tokens, source.name, most)
+        check_numbers(length, num_tokens, source)
+        most = most_positions(source) or USUAL_LENGTH
+        self.length = min(USUAL_LENGTH, most) if length is None else length
         self._tokenizer = load_tokenizer(source)
         self._begin = token_ids(self._tokenizer, self._tokenizer.bos_token or "")[: self.length - 1]
         pair = source.pair
@@ -265,15 +258,17 @@ class TextReader:
         return bool(_GENERATION.search(str(self._tokenizer.chat_template or "")))
 
 
-def _check_numbers(length: int, num_tokens: int | None, name: str, most: int | None) -> None:
-    if length < 2:
+def check_numbers(length: int | None, num_tokens: int | None, source: Source) -> None:
+    """Raises OptionError: windows that a model cannot read, or nothing to read."""
+    most = most_positions(source)
+    if length is not None and length < 2:
         what = f"windows of {length} tokens have none that follows another."
         raise OptionError(Problem("--length", what, "Give 2 or more, or leave it out."))
-    if most is not None and length > most:
-        what = f"windows have {length} tokens, and {name} reads {most} at once."
+    if length is not None and most is not None and length > most:
+        what = f"windows have {length} tokens, and {source.name} reads {most} at once."
         raise OptionError(Problem("--length", what, f"Give {most} or fewer, or leave it out."))
     if num_tokens is not None and num_tokens < 1:
-        what = f"{num_tokens} tokens have no loss."
+        what = f"{num_tokens} tokens of a file are none."
         raise OptionError(Problem("--tokens", what, "Give 1 or more, or leave it out."))
 
 

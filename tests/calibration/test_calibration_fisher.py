@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from raymerge.api import AuditOptions, audit, calibrate, plan, plan_for
-from raymerge.errors import PlanError, UserError
+from raymerge.errors import OptionError, PlanError, UserError
 from raymerge.planner.calibration import model_digest
 from raymerge.planner.inputs.weights import Weights
 from raymerge.runtime.driver.chained_merges import MergeJob
@@ -223,3 +223,19 @@ def test_what_turns_texts_into_tokens_tells_stages_apart(tmp_path: Path) -> None
     text.write_text(line + " ")
     with pytest.raises(PlanError, match=r"text\.txt: was written to since"):
         make(stages[0], tmp_path / "made")
+
+
+def test_numbers_of_tokens_are_refused_by_name(tmp_path: Path) -> None:
+    places = two_models(tmp_path, "llama")
+    text = str(write_text(tmp_path / "text.txt", 30))
+    long: dict[str, Any] = {"length": 1 << 20}
+    for given, option in (({"tokens": 0}, "--tokens"), ({"length": 1}, "--length"), (long, "--length")):
+        with pytest.raises(OptionError, match=f"^{option}: "):
+            calibrate(places[0], [text], tmp_path / "made", INLINE, statistics="fisher", **given)
+    models = [f"  - {{model: {place}, texts: [{text}]}}" for place in places]
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(
+        "\n".join(["merge_method: fisher", "models:", *models, "calibrate:", "  length: 1048576"])
+    )
+    with pytest.raises(PlanError, match=r"recipe\.yml:6:.* reads \d+ at once"):
+        plan(recipe).require()

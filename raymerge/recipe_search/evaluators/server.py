@@ -27,6 +27,7 @@ from raymerge.documents.fields import (
 )
 from raymerge.documents.grammar import NUMBER, TEXT, accepts, declared, map_of, one_or_list
 from raymerge.errors import OptionError, Problem
+from raymerge.planner.calibration import most_positions
 from raymerge.planner.inputs.sources import Source, open_reference, source_of
 from raymerge.recipe_search.evaluators.command import COMMAND, CommandSettings, read_command, run_command
 from raymerge.recipe_search.evaluators.engines import ENGINES, ServerApi
@@ -37,7 +38,7 @@ from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.load import parse_recipes
 from raymerge.runtime.driver.merge_store import open_merge
 from raymerge.runtime.driver.tensor_stream import TensorStream
-from raymerge.stages.texts import USUAL_LENGTH, Window, most_positions
+from raymerge.stages.texts import USUAL_LENGTH, Window
 
 _URL = "{url}"
 _PLACES = ("url", "transfer", "directory", "timeout", "after")

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from raymerge.deferred import torch
 from raymerge.errors import PlanError, Problem
+from raymerge.planner.calibration import most_positions
 from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source
-from raymerge.stages.texts import load_tokenizer, most_positions, token_ids
+from raymerge.stages.texts import load_tokenizer, token_ids
 
 MOST_TOKENS = 512
 """Tokens of one piece of a prompt file, its start token included."""
