@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import numpy.typing as npt
 import pytest
 import torch
 from kits.calibrations import CPU, reading_model, windows_of, write_text
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from raymerge.api import AuditOptions, RunOptions, audit, calibrate, conversion, plan_all, read_recipe, submit
+from raymerge.cli.render.reports import show_routing
 from raymerge.device_numerics import torch_threads
 from raymerge.errors import CheckpointError, NonFiniteError, PlanError, UserError
+from raymerge.events import StageReport
 from raymerge.planner.inputs.sources import RESULT_FILE, open_models
 from raymerge.planner.merges import stages_of
 from raymerge.recipes.schema import Recipe
@@ -245,6 +249,25 @@ def test_a_base_that_is_not_listed_is_no_parent(tmp_path: Path) -> None:
         assert [source.name for source in stage.spec.sources] == [each["model"] for each in data["models"]]
 
 
+def test_what_few_tokens_reach_is_printed(tmp_path: Path) -> None:
+    rule, stream = {"layers": 1, "merge_method": "karcher"}, StringIO()
+    data = recipe_of(tmp_path, "llama", methods=[rule], calibrate={"tokens": 2 * LENGTH})
+    recipe = read_recipe(data)
+    assert isinstance(recipe, Recipe)
+    (stage,) = stages_of(recipe, open_models(recipe).require(), version="0")
+    work = regmean_work(stage, stage.spec)  # type: ignore[arg-type]
+    work.check()
+    for number in range(work.num_units):
+        least = work.least_budget()
+        work.unit(number, staging=tmp_path, device=CPU, budget=least, tell=lambda _: None)
+    report = StageReport(stage.title, work.conclude(tmp_path))
+    show_routing(Console(file=stream, width=200), [report])
+    line = (
+        r"few tokens +fewer than 32 of some model reach 14 of the matrices, in layers 0, 2, such as model\."
+    )
+    assert re.search(line, stream.getvalue())
+
+
 def test_units_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
     recipe = read_recipe(recipe_of(tmp_path, "llama"))
     assert isinstance(recipe, Recipe)
@@ -274,7 +297,8 @@ def test_arguments_of_layers_are_made_anew_where_they_do_not_fit(
 
     monkeypatch.setattr(StreamedModel, "calls", noted)
     recipe = read_recipe(recipe_of(tmp_path, "llama", calibrate={"model": "merged"}))
-    write_text(tmp_path / "text2.txt", WORDS // 2, seed=2)
+    for number, words in enumerate((WORDS // 4, WORDS // 8), start=1):
+        write_text(tmp_path / f"text{number}.txt", words, seed=number)
     assert isinstance(recipe, Recipe)
     (stage,) = stages_of(recipe, open_models(recipe).require(), version="0")
     results, often = [], []

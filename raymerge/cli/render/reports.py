@@ -405,7 +405,10 @@ def _fit_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
     yield "matrices", f"{report['matrices']}, of {report['inputs']} inputs"
     if report["few"]:
-        yield "few tokens", f"fewer than 32 reach {shortlist(report['few'], _LAYERS_SHOWN)}"
+        layers = report["few_layers"]
+        where = f"layer{'s' if len(layers) > 1 else ''} {shortlist(layers, _LAYERS_SHOWN)}"
+        reached = f"{report['few_matrices']} of the matrices, in {where}, such as {report['few'][0]}"
+        yield "few tokens", f"fewer than {report['few_below']} of some model reach {reached}"
 
 
 def _row_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -126,6 +126,8 @@ class _Work:
             assert isinstance(stage.spec, CalibrationSpec)
             texts = [] if work is None else texts_report(stage.spec, work.texts)
             models.append({"model": stage.spec.model.name, "made_at": stage.made_at, "texts": texts})
+        names = set(few)
+        thin = [each for each in self._spec.matrices if not names.isdisjoint(each.grams)]
         return {
             "kind": KIND,
             "is_sequential": self._spec.is_sequential,
@@ -133,6 +135,9 @@ class _Work:
             "inputs": len(self._spec.matrices),
             "matrices": sum(len(each.members) for each in self._spec.matrices),
             "few": list(few),
+            "few_matrices": sum(len(each.members) for each in thin),
+            "few_layers": sorted({each.layer for each in thin}),
+            "few_below": FEW_TOKENS,
         }
 
 
