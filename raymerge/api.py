@@ -31,6 +31,7 @@ from raymerge.merge_plan.joint import with_tables_of
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import Device, RunOptions
 from raymerge.planner.calibration import calibration_stage
+from raymerge.planner.calibration_use import unused_calibration
 from raymerge.planner.inputs.in_memory import InMemoryModel, open_in_memory
 from raymerge.planner.inputs.sources import Source, StatisticsKind, open_reference, source_of, with_adapter
 from raymerge.planner.inputs.training_run import run_files
@@ -968,13 +969,23 @@ def _draft_all(recipes: RecipesLike, name: str = "recipe") -> Draft:
     if isinstance(recipes, Recipe | MoeRecipe | ExpertSetRecipe):
         return Draft((recipes,), names=(recipes.name,) if recipes.name is not None else ())
     if isinstance(recipes, Mapping):
-        return draft_mapping(recipes, name)
+        return _with_unused(draft_mapping(recipes, name))
     if isinstance(recipes, str | Path):
-        return draft_recipes(Path(recipes))
+        return _with_unused(draft_recipes(Path(recipes)))
     if not recipes:
         what = "there is none in the sequence."
         return Draft((), (Problem("recipes", what, "Give at least one recipe."),))
     return join_drafts(_draft_all(each, f"recipes[{index}]") for index, each in enumerate(recipes))
+
+
+def _with_unused(draft: Draft) -> Draft:
+    """A draft with the problems of what it says in vain. Candidates of a sweep or a search may differ in
+    what they use."""
+    partial = {id(recipe) for recipe in draft.partial}
+    whole = (recipe for recipe in draft.recipes if id(recipe) not in partial)
+    unused = [each for recipe in whole for each in unused_calibration(recipe)]
+    unused = [each for each in unused if each.where not in draft.guessed]
+    return replace(draft, problems=in_order((*draft.problems, *unused)))
 
 
 def _draft_sweep(recipes: RecipesLike, options: RunOptions) -> SweepDraft | None:

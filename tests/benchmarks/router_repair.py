@@ -102,12 +102,11 @@ def measured(
     ]
     rows = [[losses(sources[domain], [judged[domain]])[0] for domain in DOMAINS]]
     for router in ("merge", "repair"):
-        recipe = {
-            "merge_method": "linear",
-            "models": models,
-            "router": router,
-            "calibrate": {"length": LENGTH},
-        }
+        recipe: dict[str, Any] = {"merge_method": "linear", "models": models, "router": router}
+        if router == "repair":
+            recipe["calibrate"] = {"length": LENGTH}
+        else:
+            recipe["models"] = [{key: each[key] for key in each if key != "texts"} for each in models]
         raymerge.submit(recipe, place / router, INLINE)
         rows.append(losses(place / router, [judged[domain] for domain in DOMAINS]))
     return rows

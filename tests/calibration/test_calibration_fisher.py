@@ -120,7 +120,10 @@ def test_a_rule_takes_information_of_its_own_tensors(tmp_path: Path) -> None:
     rule = {"role": "mlp", "merge_method": "fisher"}
     merge({**recipe_of(places, methods=[rule]), "merge_method": "linear"}, tmp_path / "rule")
     merge(recipe_of(places), tmp_path / "all")
-    merge({**recipe_of(places), "merge_method": "linear"}, tmp_path / "linear")
+    plain = recipe_of(places, merge_method="linear")
+    for entry in plain["models"]:
+        del entry["statistics"]
+    merge(plain, tmp_path / "linear")
     by_rule, whole, linear = (
         load_file(tmp_path / each / "model.safetensors") for each in ("rule", "all", "linear")
     )
@@ -239,3 +242,27 @@ def test_numbers_of_tokens_are_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(PlanError, match=r"recipe\.yml:6:.* reads \d+ at once"):
         plan(recipe).require()
+
+
+def test_what_nothing_uses_is_refused_where_it_stands(tmp_path: Path) -> None:
+    models = ["models:", "  - {model: a, texts: [a.txt]}", "  - model: b", "    statistics: b"]
+    lines = ["merge_method: linear", *models, "calibrate: {texts: [c.txt]}"]
+
+    def places(*written: str) -> list[str]:
+        """The lines that are refused for it, among all problems: the models are not there."""
+        (tmp_path / "recipe.yml").write_text("\n".join(written))
+        with pytest.raises(UserError) as caught:
+            plan(tmp_path / "recipe.yml")
+        words = ("nothing of this recipe", "stands here again", "nothing here is made")
+        refused = [each for each in caught.value.problems if any(word in each.what for word in words)]
+        return [each.where.rpartition("recipe.yml:")[2].partition(":")[0] for each in refused]
+
+    assert places(*lines) == ["3", "5", "6"]
+    assert places(*lines, "router: repair") == ["5"]
+    assert places(*lines, "methods: [{role: mlp, merge_method: fisher}]") == []
+    assert places("merge_method: regmean", *lines[1:5], "calibrate: {model: merged}") == []
+    merged = ["calibrate:", "  texts: [c.txt]", "  model: merged"]
+    assert places(*lines[:3], "router: repair", *merged) == ["7"]
+    assert places("base_model: a", "experts: {drop: 1, scores: saliency}", *merged) == ["5"]
+    again = ["  - {model: a}", "  - {model: a, texts: [a.txt]}"]
+    assert places("merge_method: fisher", *lines[1:3], *again) == ["4"]

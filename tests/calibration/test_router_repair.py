@@ -139,7 +139,7 @@ def test_repaired_routers_are_those_of_whole_models_and_the_rest_is_the_merge(
     out = merge.submit(
         on_event=lambda event: reports.append(event) if isinstance(event, StageReport) else None
     )
-    merged = merge.submit("merged", router="merge", calibrate=None)
+    merged = merge.submit_unrepaired("merged")
     expected = _repaired(merge, merged, scoring)
     ours, theirs = _tensors(out), _tensors(merged)
     replaced = {
@@ -194,7 +194,7 @@ def test_a_stopped_run_goes_on_and_can_be_replayed(tmp_path: Path) -> None:
 
 def test_experts_that_do_not_fit_are_loaded_one_by_one(tmp_path: Path) -> None:
     merge = RouterMerge(tmp_path, "olmoe", dtype=torch.bfloat16)
-    merged = merge.submit("merged", router="merge", calibrate=None)
+    merged = merge.submit_unrepaired("merged")
     domains = [{"model": str(m), "texts": [str(t)]} for m, t in zip(merge.models, merge.texts, strict=True)]
     recipe = {
         "merge_method": "passthrough",

@@ -46,3 +46,11 @@ class RouterMerge:
     ) -> Path:
         raymerge.submit(self.recipe(**more), self.root / name, options, on_event=on_event)
         return self.root / name
+
+    def submit_unrepaired(self, name: str) -> Path:
+        recipe = self.recipe(router="merge")
+        del recipe["calibrate"]
+        for entry in recipe["models"]:
+            del entry["texts"]
+        raymerge.submit(recipe, self.root / name, INLINE)
+        return self.root / name
