@@ -340,7 +340,7 @@ recipe = partial(recipe_of, ExpertSetRecipe)
         ),
         (
             "{drop: 2}",
-            "'drop' needs 'scores' to know which experts go. Add 'scores: weights' or 'scores: FILE',",
+            "'drop' needs 'scores' to know which experts go. Add 'scores: weights', 'scores: FILE',",
         ),
         ("{drop: 0, scores: weights}", "drop: 0 is out of range. Write a whole number at least 1."),
         (
