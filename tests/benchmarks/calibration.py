@@ -7,11 +7,12 @@ calibrated (``raymerge calibrate --inline``) on as many tokens of random words. 
 that process, and tokens per second; 12 GB of disk, some minutes.
 
     python tests/benchmarks/calibration.py fisher
-    python tests/benchmarks/calibration.py regmean [--cut halves|pieces]
+    python tests/benchmarks/calibration.py regmean [--cut halves|pieces|written]
 
 ``fisher``, ``regmean``: what merges by Fisher information, by RegMean and RegMean++ lose on held-out text,
 and the plain mean; half an hour. ``--cut``: whether a half of a text is one of its two halves, or every
-second piece of some 2,000 characters.
+second piece of some 2,000 characters; or whether models are calibrated on text that they write themselves,
+and judged on the whole.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.held_out_texts import measure_fisher, measure_regmean
 from benchmarks.measure import machine
-from benchmarks.text_halves import measure_fisher, measure_regmean
 from kits.checkpoint_maker import write_json
 from kits.deepseek_headers import V3_CONFIG, deepseek_v3_specs
 from kits.tokenizer_maker import CHATML_CONFIG, word_level, write_tokenizer
@@ -117,14 +118,16 @@ def main(arguments: Sequence[str]) -> int:
     layer.add_argument("--tokens", type=int, default=4096)
     layer.add_argument("--memory", default="12GiB")
     parts.add_parser("fisher")
-    parts.add_parser("regmean").add_argument("--cut", choices=("halves", "pieces"), default="halves")
+    parts.add_parser("regmean").add_argument(
+        "--cut", choices=("halves", "pieces", "written"), default="halves"
+    )
     asked = parser.parse_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if asked.part == "fisher":
         measure_fisher()
         return 0
     if asked.part == "regmean":
-        measure_regmean(in_pieces=asked.cut == "pieces")
+        measure_regmean(asked.cut)
         return 0
     with tempfile.TemporaryDirectory(dir=asked.place) as place:
         _layer(Path(place), asked.tokens, asked.memory)

@@ -1,12 +1,12 @@
 """Merges by Fisher information and by RegMean of the quickstart's three fine-tunes, beside their mean.
 
-Each held-out text is cut in two: what is calibrated on one half is judged on the other, and the other way
-round."""
+No text is calibrated on that is judged. Each held-out text is cut in two: what is calibrated on one half is
+judged on the other, and the other way round. Or models are calibrated on text that they write themselves."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -58,14 +58,55 @@ def _pieces(texts: Path, place: Path) -> tuple[Mapping[str, Path], Mapping[str, 
     return made
 
 
+def _written(models: Path, place: Path) -> Mapping[str, Path]:
+    """Some 96,000 tokens that each model draws by itself, from nothing."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    made: dict[str, Path] = {}
+    for domain in DOMAINS:
+        tokenizer = AutoTokenizer.from_pretrained(models / domain)
+        model: Any = AutoModelForCausalLM.from_pretrained(models / domain, dtype=torch.float32).eval()
+        begin = torch.full((64, 1), tokenizer.bos_token_id or 0)
+        torch.manual_seed(0)
+        lines: list[str] = []
+        for _ in range(6):
+            drawn = model.generate(
+                begin,
+                attention_mask=torch.ones_like(begin),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=250,
+                min_new_tokens=250,
+                pad_token_id=0,
+            )
+            lines += [tokenizer.decode(row[1:], skip_special_tokens=True) for row in drawn]
+        made[domain] = place / f"{domain}-written.txt"
+        made[domain].write_text("\n".join(lines), encoding="utf-8")
+    return made
+
+
+Fold = tuple[Mapping[str, Path], Mapping[str, Path]]
+"""What is calibrated on, and what is judged, by domain."""
+
+
+def _folds(cut: str, place: Path) -> Sequence[Fold]:
+    texts = QUICKSTART / "texts"
+    if cut == "written":
+        whole = {domain: texts / f"valid-{domain}.txt" for domain in DOMAINS}
+        return [(_written(QUICKSTART / "models", place), whole)]
+    one, other = (_pieces if cut == "pieces" else _halves)(texts, place)
+    return [(one, other), (other, one)]
+
+
 Recipe = Callable[[Mapping[str, Path]], Mapping[str, Any]]
 """Of the texts that may be calibrated on."""
 
 
-def _crossed(name: str, recipe: Recipe, parts: tuple[Mapping[str, Path], Mapping[str, Path]]) -> str:
+def _row(name: str, recipe: Recipe, folds: Sequence[Fold]) -> str:
     with tempfile.TemporaryDirectory() as out:
         losses = [
-            _judged(recipe(parts[number]), parts[1 - number], Path(out) / f"{number}") for number in (0, 1)
+            _judged(recipe(calibrated), judged, Path(out) / f"{number}")
+            for number, (calibrated, judged) in enumerate(folds)
         ]
     by_domain = [mean(each) for each in zip(*losses, strict=True)]
     return f"| {name} | {' | '.join(f'{each:.4f}' for each in (*by_domain, mean(by_domain)))} |"
@@ -123,20 +164,17 @@ def _fisher_recipes(models: Path) -> Iterator[tuple[str, Recipe]]:
 
 
 def measure_fisher() -> None:
-    _measure(_fisher_recipes(QUICKSTART / "models"), _halves)
+    _measure(_fisher_recipes(QUICKSTART / "models"), "halves")
 
 
-def measure_regmean(*, in_pieces: bool) -> None:
-    _measure(_regmean_recipes(QUICKSTART / "models"), _pieces if in_pieces else _halves)
+def measure_regmean(cut: str) -> None:
+    _measure(_regmean_recipes(QUICKSTART / "models"), cut)
 
 
-Cut = Callable[[Path, Path], tuple[Mapping[str, Path], Mapping[str, Path]]]
-
-
-def _measure(recipes: Iterator[tuple[str, Recipe]], cut: Cut) -> None:
+def _measure(recipes: Iterator[tuple[str, Recipe]], cut: str) -> None:
     torch.set_num_threads(1)
     print("| merge of the three | code | English | French | mean |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
-        parts = cut(QUICKSTART / "texts", Path(place))
+        folds = _folds(cut, Path(place))
         for name, recipe in recipes:
-            print(_crossed(name, recipe, parts), flush=True)
+            print(_row(name, recipe, folds), flush=True)
