@@ -38,8 +38,8 @@ def _samples() -> list[Any]:
         for pattern in ("*.yml", "moe/*.yml", "sweeps/*.yml", "searches/*.yml")
         for path in sorted(CONFIGS.glob(pattern))
     ]
-    texts = (path.read_text(encoding="utf-8") for path in paths)
-    return [*(yaml.safe_load(text.replace("configs/quickstart/models/", "")) for text in texts), EXPERTS]
+    texts = (path.read_text(encoding="utf-8").replace("configs/quickstart/models/", "") for path in paths)
+    return [*(document for text in texts for document in yaml.safe_load_all(text)), EXPERTS]
 
 
 @pytest.fixture(scope="module")

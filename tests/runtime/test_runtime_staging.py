@@ -337,10 +337,10 @@ def test_replace_does_not_disturb_a_running_driver(
     ("place", "relation"), [("tune1", "is"), ("tune1/out", "lies inside"), (".", "holds")]
 )
 def test_an_output_over_in_or_around_a_source_is_refused(tmp_path: Path, place: str, relation: str) -> None:
-    family = make_family(tmp_path / "models")
+    recipe = recipes(make_family(tmp_path / "models"))["linear"]
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(TargetError, match=f"the output place {relation} the source"):
-        merge(recipes(family)["linear"], tmp_path / "models" / place, REPLACE)
+        merge(recipe, tmp_path / "models" / place, REPLACE)
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -60,7 +60,9 @@ from raymerge.verifier.numbers import (
 )
 from raymerge.verifier.stored import Blocks
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yml"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yml"))
+RECIPES = [path for path in EXAMPLES if "texts:" not in path.read_text(encoding="utf-8")]
+"""Those that run models on texts are audited where that is tested."""
 INLINE = RunOptions(inline=True, threads=1)
 NUDGED = "model.layers.{}.mlp.down_proj.weight"
 
