@@ -70,6 +70,7 @@ class HubServer:
         """As a repository's .gitignore has it."""
         self.most_uploads: int | None = None
         """Uploads that are answered; later ones hang until the server ends."""
+        self._num_uploads = 0
         self.ended = threading.Event()
         self.token = "hf_" + "T" * 34
         self.has_ranges = True
@@ -100,6 +101,12 @@ class HubServer:
         repository.commits[number], repository.messages[number] = files, message
         repository.refs["main"] = number
         return number
+
+    def admits_upload(self) -> bool:
+        """Whether one more upload is answered."""
+        with self._lock:
+            self._num_uploads += 1
+            return self.most_uploads is None or self._num_uploads <= self.most_uploads
 
     def uploads(self) -> list[str]:
         return [each.path for each in self.asked if each.method == "PUT" and each.status == 200]
@@ -376,7 +383,7 @@ class _CdnHandler(_Handler):
     def _serve(self, path: str) -> None:
         if self.command == "PUT":
             digest = path.removeprefix("/upload/")
-            if self.hub.most_uploads is not None and len(self.hub.objects) >= self.hub.most_uploads:
+            if not self.hub.admits_upload():
                 self.hub.ended.wait()
             is_right = hashlib.sha256(self.body).hexdigest() == digest
             if is_right:
