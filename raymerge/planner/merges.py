@@ -338,10 +338,11 @@ class _Planner:
 
     def _measured(self, stages: Sequence[Stage]) -> Mapping[str, Any] | None:
         """What the stage of an expert set found, where it was carried out before."""
-        for stage in stages:
-            kept = () if self.recorded is None else (self.recorded / f"{stage.directory}.json",)
-            return stage_report(stage, self.root / stage.directory / STAGE_RECORD, *kept)
-        return None
+        if not stages:
+            return None
+        (stage,) = stages
+        kept = () if self.recorded is None else (self.recorded / f"{stage.directory}.json",)
+        return stage_report(stage, self.root / stage.directory / STAGE_RECORD, *kept)
 
     def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
         if self.is_alone:

@@ -21,7 +21,7 @@ from raymerge.deferred import torch
 from raymerge.device_numerics import full_float32
 from raymerge.errors import NonFiniteError, OptionError, Problem
 from raymerge.planner.inputs.sources import Source
-from raymerge.stages.streamed_model import LayerStream, Purpose, Shape, States, StreamedModel
+from raymerge.stages.streamed_model import LayerStream, Purpose, Shape, States, StreamedModel, check_finite
 from raymerge.stages.texts import Text, Window
 from raymerge.units import format_size
 
@@ -194,12 +194,8 @@ class _Scores:
 
     def check(self, hidden: torch.Tensor, batch: int, where: str) -> None:
         """Raises NonFiniteError: states hold NaN or infinity."""
-        if math.isfinite(float(hidden.sum(dtype=torch.float64))):
-            return
-        names = sorted({self._texts[text].name for text in self._batches[batch].texts})
-        what = f"{where} gives NaN or infinity for {', '.join(names)}."
-        remedy = "Check its weights, for example by `raymerge inspect`, and the recipe that they came from."
-        raise NonFiniteError(Problem(self._model, what, remedy))
+        texts = [self._texts[text].name for text in self._batches[batch].texts]
+        check_finite(hidden, where, model=self._model, texts=texts)
 
     def finish(self, model: StreamedModel, states: States, room: int) -> int:
         for batch in range(len(self._batches)):

@@ -14,6 +14,9 @@ found by calling the model with layers that only record them."""
 
 from __future__ import annotations
 
+import math
+import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +33,7 @@ from raymerge.architectures.rules import Role, class_names
 from raymerge.checkpoints.views import View, fused_views
 from raymerge.deferred import torch
 from raymerge.device_numerics import return_free_memory
-from raymerge.errors import PlanError, Problem, shortlist
+from raymerge.errors import NonFiniteError, PlanError, Problem, shortlist
 from raymerge.merge_plan.elements import strided
 from raymerge.planner.inputs.quantised import USE_PLAIN, quantised_tensors
 from raymerge.planner.inputs.sources import Source
@@ -927,6 +930,15 @@ def _random(shape: tuple[int, ...], numbers: torch.Generator) -> torch.Tensor:
 _FILE = "hidden_states.bin"
 
 
+def check_finite(values: torch.Tensor, where: str, *, model: str, texts: Sequence[str]) -> None:
+    """Raises NonFiniteError: values that ``where`` gives for some texts hold NaN or infinity."""
+    if math.isfinite(float(values.sum(dtype=torch.float64))):
+        return
+    what = f"{where} gives NaN or infinity for {', '.join(sorted(set(texts)))}."
+    remedy = "Check its weights, for example by `raymerge inspect`, and the recipe that they came from."
+    raise NonFiniteError(Problem(model, what, remedy))
+
+
 Visit: TypeAlias = "Callable[[int, int, torch.Tensor, torch.Tensor], None]"
 """Is called with each layer's number, the batch's, the layer's input and that of its feed-forward network
 (and so of a router there), both float32 ``[B, T, hidden]`` on the device; batches in order, for layer after
@@ -963,6 +975,20 @@ class StateFile:
         # A flat view of bytes, which is what stores fill.
         self._store.read_into(_FILE, self._offsets[batch], states.view(torch.uint8).view(-1).numpy().data)
         return states
+
+
+@contextmanager
+def spill_directory(staging: Path, prefix: str) -> Iterator[Path]:
+    """A directory below ``staging`` for what an attempt at a unit puts aside; those of attempts that were
+    killed go. One that was given up but is still alive has its file open, and writes other states: each has a
+    file of its own."""
+    for left in staging.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    spill = Path(tempfile.mkdtemp(prefix=prefix, dir=staging))
+    try:
+        yield spill
+    finally:
+        shutil.rmtree(spill, ignore_errors=True)
 
 
 @contextmanager

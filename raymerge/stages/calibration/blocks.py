@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,11 +12,13 @@ import numpy as np
 
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.deferred import torch
-from raymerge.errors import NonFiniteError, Problem
 from raymerge.planner.inputs.sources import Source
 from raymerge.stages.router.results import TensorFile
-from raymerge.stages.streamed_model import Finish, LayerStream, Purpose, Shape, Watch
+from raymerge.stages.streamed_model import Finish, LayerStream, Purpose, Shape, Watch, check_finite
 from raymerge.stages.texts import Text, Window
+
+FEW_TOKENS = 32
+"""Tokens of an expert below which what is measured of it says little."""
 
 UNIT_TOKENS = 16384
 """Tokens of a unit: it reads all of the model."""
@@ -127,15 +128,6 @@ class Walk:
         """As ``check_finite``, for a batch."""
         texts = [self.names[text] for text in self.block[batch].texts]
         check_finite(values, where, model=self.model.name, texts=texts)
-
-
-def check_finite(values: torch.Tensor, where: str, *, model: str, texts: Sequence[str]) -> None:
-    """Raises NonFiniteError: values that ``where`` gives for some texts hold NaN or infinity."""
-    if math.isfinite(float(values.sum(dtype=torch.float64))):
-        return
-    what = f"{where} gives NaN or infinity for {', '.join(sorted(set(texts)))}."
-    remedy = "Check its weights, for example by `raymerge inspect`, and the recipe that they came from."
-    raise NonFiniteError(Problem(model, what, remedy))
 
 
 class Write(Protocol):

@@ -17,15 +17,12 @@ from raymerge.planner.calibration import routed_blocks
 from raymerge.planner.inputs.sources import CalibrationSpec
 from raymerge.planner.moe.expert_blocks import ExpertBlock
 from raymerge.planner.moe.expert_moves import dropping_order, sizes_of
-from raymerge.stages.calibration.blocks import Block, Walk, Write, added, num_tokens
+from raymerge.stages.calibration.blocks import FEW_TOKENS, Block, Walk, Write, added, num_tokens
 from raymerge.stages.calibration.experts_alone import ExpertsAlone, experts_of
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import LayerStream, Purpose, ResidentLayer
 
 SCORES = Purpose("Give the scores of its experts in a file.", runs_experts_alone=True)
-
-FEW_TOKENS = 32
-"""Tokens of an expert below which its mean says little."""
 
 _ADDED = ("weighted", "norm", "weight")
 

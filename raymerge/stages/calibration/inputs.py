@@ -18,14 +18,11 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.sources import CalibrationSpec, Source
 from raymerge.planner.linear_inputs import LinearInput, linear_inputs
-from raymerge.stages.calibration.blocks import Block, Walk, Write, added, num_tokens
+from raymerge.stages.calibration.blocks import FEW_TOKENS, Block, Walk, Write, added, num_tokens
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import LayerStream, Purpose, ResidentLayer
 
 INPUTS = Purpose("Merge it by a method that needs no inputs of layers, such as linear.")
-
-FEW_TOKENS = 32
-"""Tokens below which an input says little."""
 
 TOKENS = "tokens"
 _NUM_BLOCKS = 2

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -27,8 +25,8 @@ from raymerge.merge_plan.elements import torch_dtype
 from raymerge.methods import combine
 from raymerge.planner.inputs.sources import RESULT_FILE, CalibrationSpec, MixedMatrices, RegMeanSpec, Stage
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.calibration.blocks import Batch, added, blocks_of, check_finite
-from raymerge.stages.calibration.inputs import FEW_TOKENS, INPUTS, TOKENS, Grams, grams_nbytes, inputs_of
+from raymerge.stages.calibration.blocks import FEW_TOKENS, Batch, added, blocks_of
+from raymerge.stages.calibration.inputs import INPUTS, TOKENS, Grams, grams_nbytes, inputs_of
 from raymerge.stages.calibration.work import CalibrationWork, texts_report
 from raymerge.stages.router.results import TensorFile
 from raymerge.stages.streamed_model import (
@@ -38,8 +36,10 @@ from raymerge.stages.streamed_model import (
     Shape,
     States,
     StreamedModel,
+    check_finite,
     keep_states,
     kept_nbytes,
+    spill_directory,
 )
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
@@ -346,27 +346,23 @@ class SequentialWork(_Work):
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
-        for left in staging.glob("spill-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        spill = Path(tempfile.mkdtemp(prefix="spill-", dir=staging))
         spare = budget - self.least_budget()
         fits = spare >= self._states_nbytes()
         spare -= self._states_nbytes() if fits else 0
-        try:
-            with LocalStore(staging) as store, full_float32(), torch.no_grad(), ExitStack() as stack:
-                result = TensorFile(store, RESULT_FILE, self._stage.layout)
-                result.create()
-                walk = _Walk(self._spec, self._batches, self._names, stack, device, spare)
-                few: list[str] = []
-                with keep_states(self._shapes, walk.width, spill=None if fits else spill) as states:
-                    for mixed, mixes, counts in walk.layers(states, tell):
-                        self._write(result, mixed, mixes)
-                        few += [n for n, c in zip(mixed.grams, counts, strict=True) if c < FEW_TOKENS]
-                result.sync()
-                store.write_atomic(_REPORT, json.dumps(few).encode())
-            return walk.read_bytes, result.nbytes
-        finally:
-            shutil.rmtree(spill, ignore_errors=True)
+        with ExitStack() as stack, full_float32(), torch.no_grad():
+            spill = stack.enter_context(spill_directory(staging, "spill-"))
+            store = stack.enter_context(LocalStore(staging))
+            result = TensorFile(store, RESULT_FILE, self._stage.layout)
+            result.create()
+            walk = _Walk(self._spec, self._batches, self._names, stack, device, spare)
+            few: list[str] = []
+            with keep_states(self._shapes, walk.width, spill=None if fits else spill) as states:
+                for mixed, mixes, counts in walk.layers(states, tell):
+                    self._write(result, mixed, mixes)
+                    few += [n for n, c in zip(mixed.grams, counts, strict=True) if c < FEW_TOKENS]
+            result.sync()
+            store.write_atomic(_REPORT, json.dumps(few).encode())
+        return walk.read_bytes, result.nbytes
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
         return {RESULT_FILE: (), _REPORT: ()}

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -40,6 +38,7 @@ from raymerge.stages.streamed_model import (
     Purpose,
     ResidentLayer,
     kept_nbytes,
+    spill_directory,
 )
 from raymerge.stages.texts import Text, TextReader
 from raymerge.storage.local.store import LocalStore
@@ -171,27 +170,21 @@ class RepairWork:
         budget: int,
         tell: Callable[[int], None],
     ) -> tuple[int, int]:
-        # Those of attempts that were killed take room. One that was given up but is still alive has its file
-        # open, and writes other states: each has a file of its own.
-        for left in staging.glob("spill-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        spill = Path(tempfile.mkdtemp(prefix="spill-", dir=staging))
         spec, names = self.spec, [text.name for text in self._texts]
         budget -= self._own_nbytes
-        try:
-            with LocalStore(staging) as store, ExitStack() as opened, full_float32():
-                result = TensorFile(store, RESULT_FILE, self._stage.layout)
-                result.create()
-                weights = [opened.enter_context(Weights(model)) for model in spec.models]
-                walk = Walk(spec.merged, self._stream, self._block, names, device, budget, spill, tell)
-                repair = _Repair(self, walk, weights, result)
-                read = walk.read(watch=repair.watch)
-                result.sync()
-                reports = [asdict(each) for each in repair.reports]
-                store.write_atomic(_REPORT, json.dumps(reports).encode())
-            return read, result.nbytes
-        finally:
-            shutil.rmtree(spill, ignore_errors=True)
+        with ExitStack() as opened, full_float32():
+            spill = opened.enter_context(spill_directory(staging, "spill-"))
+            store = opened.enter_context(LocalStore(staging))
+            result = TensorFile(store, RESULT_FILE, self._stage.layout)
+            result.create()
+            weights = [opened.enter_context(Weights(model)) for model in spec.models]
+            walk = Walk(spec.merged, self._stream, self._block, names, device, budget, spill, tell)
+            repair = _Repair(self, walk, weights, result)
+            read = walk.read(watch=repair.watch)
+            result.sync()
+            reports = [asdict(each) for each in repair.reports]
+            store.write_atomic(_REPORT, json.dumps(reports).encode())
+        return read, result.nbytes
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:  # noqa: ARG002 - there is one
         return {RESULT_FILE: (), _REPORT: ()}

@@ -5,8 +5,6 @@ The sums' bytes depend on the number of torch's threads: the caller has to set t
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +22,7 @@ from raymerge.stages.calibration.experts import ExpertStatistics
 from raymerge.stages.calibration.fisher import FisherStatistics
 from raymerge.stages.calibration.inputs import InputStatistics
 from raymerge.stages.router.results import TensorFile
-from raymerge.stages.streamed_model import LayerStream, kept_nbytes
+from raymerge.stages.streamed_model import LayerStream, kept_nbytes, spill_directory
 from raymerge.stages.texts import Text, TextReader
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
@@ -107,25 +105,17 @@ class CalibrationWork:
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
-        # Those of attempts that were killed take room. One that was given up but is still alive has its file
-        # open, and writes other states: each has a file of its own.
-        spilled = f"{self._prefix}spill-{number}-"
-        for left in staging.glob(f"{spilled}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        spill = Path(tempfile.mkdtemp(prefix=spilled, dir=staging))
         names = [text.name for text in self._texts]
         budget -= self._own_nbytes
         block, model = self._blocks[number], self._spec.model
-        try:
-            with LocalStore(staging) as store, full_float32():
-                sums = self._sums(store, number)
-                sums.create()
-                walk = Walk(model, self._stream, block, names, device, budget, spill, tell)
-                read = self._statistics.collect(walk, sums.write)
-                sums.sync()
-            return read, sums.nbytes
-        finally:
-            shutil.rmtree(spill, ignore_errors=True)
+        prefix = f"{self._prefix}spill-{number}-"
+        with spill_directory(staging, prefix) as spill, LocalStore(staging) as store, full_float32():
+            sums = self._sums(store, number)
+            sums.create()
+            walk = Walk(model, self._stream, block, names, device, budget, spill, tell)
+            read = self._statistics.collect(walk, sums.write)
+            sums.sync()
+        return read, sums.nbytes
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
         return {_SUMS.format(self._prefix, number): ()}

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +46,7 @@ from raymerge.stages.router.prompts import (
     tokenized,
 )
 from raymerge.stages.router.results import LayerReport, RowFile, TensorFile, gate_report, layer_report
-from raymerge.stages.streamed_model import LayerStream, Purpose, Shape, kept_nbytes
+from raymerge.stages.streamed_model import LayerStream, Purpose, Shape, kept_nbytes, spill_directory
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
 
@@ -213,30 +211,22 @@ class StreamedWork(GateWork):
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
         readings = self._schedule.units[number]
-        # Those of attempts that were killed take room. One that was given up but is still alive has its file
-        # open, and writes other states: each has a file of its own.
-        for left in staging.glob(f"spill-{number}-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        spill = Path(tempfile.mkdtemp(prefix=f"spill-{number}-", dir=staging))
-        try:
-            with LocalStore(staging) as store:
-                sink: RowSink | SumSink = self._sums(store, number)
-                if self.num_units == 1:
-                    sink = self._row_sink(store, readings)
-                sink.create()
-                collector = Collector(self._spec, self._schedule, readings, device, sink.layer)
-                read = self._stream.read(
-                    [torch.tensor([reading.run.tokens]) for reading in readings],
-                    collector.layer,
-                    device=device,
-                    budget=budget - self._own_nbytes(),
-                    spill=spill,
-                    tell=tell,
-                )
-                sink.finish()
-            return read, sink.nbytes
-        finally:
-            shutil.rmtree(spill, ignore_errors=True)
+        with spill_directory(staging, f"spill-{number}-") as spill, LocalStore(staging) as store:
+            sink: RowSink | SumSink = self._sums(store, number)
+            if self.num_units == 1:
+                sink = self._row_sink(store, readings)
+            sink.create()
+            collector = Collector(self._spec, self._schedule, readings, device, sink.layer)
+            read = self._stream.read(
+                [torch.tensor([reading.run.tokens]) for reading in readings],
+                collector.layer,
+                device=device,
+                budget=budget - self._own_nbytes(),
+                spill=spill,
+                tell=tell,
+            )
+            sink.finish()
+        return read, sink.nbytes
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
         keys = (RESULT_FILE, _REPORTS) if self.num_units == 1 else (_SUMS.format(number),)
